@@ -1,0 +1,1 @@
+"""What tests share: a tiny target with a real tokenizer, chats, and processes started with a time limit."""
