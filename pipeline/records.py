@@ -20,7 +20,8 @@ class TokenSample:
     """One chat as the target reads it.
 
     `input_ids` int32 [S] (-1 where a position is fed as an embedding); `spans` int32 [n, 2], rows (start, length) of
-    supervised tokens, ascending, disjoint and not touching; `row` counts rows of `source` from 0; `split` is "train" or the name of a validation set.
+    supervised tokens, ascending, disjoint and not touching; `row` counts rows of `source` from 0; `split` is "train" or the
+    name of a validation set.
     """
 
     sample_id: str
@@ -56,7 +57,8 @@ class TokenSample:
         starts, ends = self.spans[:, 0], self.spans.sum(axis=1)
         if (self.spans[:, 1] < 1).any() or (starts < 0).any() or (ends > self.num_tokens).any() or (starts[1:] <= ends[:-1]).any():
             raise CorpusError(
-                f"{where}: supervised spans {self.spans.tolist()} must be ascending, apart from one another and inside its {self.num_tokens} tokens"
+                f"{where}: supervised spans {self.spans.tolist()} must be ascending, apart from one another "
+                f"and inside its {self.num_tokens} tokens"
             )
         return self
 
@@ -144,9 +146,10 @@ class TargetBundle:
 class DraftBatch:
     """What one forward and backward of the draft sees: R rows, each one sample or several packed documents.
 
-    `input_ids` int64 [R, S] (right-padded with 0); `loss_mask` bool [R, S]; `features` [R, S, L·H]; `position_ids` int64 [R, S], inside the token's document;
-    by block, int64 or bool [R, N]: `anchors` (row index of slot 0; any order is right, ascending is fastest), `document_start` and
-    `document_end` (row indices of the anchor's document, end exclusive) and `block_valid` (false for padding).
+    `input_ids` int64 [R, S] (right-padded with 0); `loss_mask` bool [R, S]; `features` [R, S, L·H]; `position_ids` int64
+    [R, S], inside the token's document; by block, int64 or bool [R, N]: `anchors` (row index of slot 0; any order is right,
+    ascending is fastest), `document_start` and `document_end` (row indices of the anchor's document, end exclusive) and
+    `block_valid` (false for padding).
     A block sees context rows in [document_start, anchor) and its own slots; slot k stands at row anchor + k and has a
     label when anchor + k < document_end and the loss mask is true there. `final` [R, S, H] only where an objective needs it.
     """

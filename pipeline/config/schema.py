@@ -38,9 +38,7 @@ class DraftSection(Section):
     """The draft. Geometry that is not given is the target's own."""
 
     variant: Literal["dflash"] = Field("dflash", description="which member of the family")
-    target_layer_ids: tuple[int, ...] | None = Field(
-        None, description="target layers it reads, in this order; default: all of the cache's"
-    )
+    target_layer_ids: tuple[int, ...] | None = Field(None, description="target layers it reads, in this order; default: all of the cache's")
     num_hidden_layers: Positive = Field(5, description="depth")
     block_size: Annotated[int, Field(ge=2)] = Field(16, description="slots of a block, the anchor's included")
     mask_token_id: int | None = Field(None, description="id fed to slots without a token; must not occur in the corpus")
