@@ -1,0 +1,50 @@
+"""A draft as a folder that servers load: `config.json` and `model.safetensors` (DFLASH §7)."""
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from pipeline.draft.config import DraftConfig
+from pipeline.draft.model import Draft
+from pipeline.errors import DraftError
+
+
+def export_draft(draft: Draft, folder: Path) -> None:
+    """Write `draft` into `folder` (made if need be), in the dtype of its parameters. With `config.json`, the last file, it is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in draft.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    dtype = str(draft.fc.weight.dtype).removeprefix("torch.")
+    values = {**draft.config.to_json(), "dtype": dtype, "torch_dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def load_draft(folder: Path) -> Draft:
+    """The draft of `folder`, ours or a published one, in the dtype of its file, on the CPU.
+
+    Raises `DraftError` for a missing or unreadable file, and for any tensor that is missing, unknown or of another shape than
+    `config.json` says.
+    """
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        weights = load_file(folder / "model.safetensors")
+    except FileNotFoundError as error:
+        raise DraftError(f"{folder} is not an exported draft: {error.filename} is missing") from error
+    except (json.JSONDecodeError, SafetensorError) as error:
+        raise DraftError(f"{folder} holds a damaged draft: {error}; export it again") from error
+    draft = Draft(DraftConfig.from_json(values))
+    expected = draft.state_dict()
+    faults = [f"{name} is missing" for name in expected if name not in weights]
+    faults += [f"{name} is not a tensor of this draft" for name in weights if name not in expected]
+    faults += [
+        f"{name} is {list(weights[name].shape)}, expected {list(expected[name].shape)}"
+        for name in expected
+        if name in weights and weights[name].shape != expected[name].shape
+    ]
+    if faults:
+        raise DraftError(f"{folder}/model.safetensors does not fit its config.json: " + "; ".join(faults))
+    dtypes = {tensor.dtype for tensor in weights.values()}
+    draft.load_state_dict(weights)
+    return draft.to(dtypes.pop()) if len(dtypes) == 1 else draft
