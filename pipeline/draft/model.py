@@ -40,6 +40,12 @@ def rotate(x: torch.Tensor, by: Rotation) -> torch.Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
+def block_positions(batch: DraftBatch, block_size: int) -> torch.Tensor:
+    """Positions of the slots inside their document, int64 [R, N, B]: the anchor's and on, past the document's end too."""
+    slots = torch.arange(block_size, device=batch.anchors.device)
+    return batch.position_ids.gather(1, batch.anchors).unsqueeze(-1) + slots
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last dimension; the mean square in fp32, the result in the dtype of x."""
 
@@ -149,15 +155,14 @@ class Draft(nn.Module):
         plan = plan_tiles(batch, config.block_size, windows, config.num_attention_heads // config.num_key_value_heads)
         seen = plan.num_context
         context = self.context(batch.features[:, :seen], batch.position_ids[:, :seen])
-        at = batch.position_ids.gather(1, batch.anchors.gather(1, plan.order))
-        slots = torch.arange(config.block_size, device=at.device)
-        row = torch.arange(rows, device=at.device).unsqueeze(1)
+        row = torch.arange(rows, device=plan.order.device).unsqueeze(1)
+        at = block_positions(batch, config.block_size)[row, plan.order]
 
         def attention(index: int) -> Attend:
             return lambda query, key, value: attend(query, key, value, context[index], plan.tiles[config.window(index)])
 
         ordered = block_embeddings[row, plan.order].flatten(1, 2)
-        hidden = self.blocks(ordered, (at.unsqueeze(-1) + slots).flatten(1), attention)
+        hidden = self.blocks(ordered, at.flatten(1), attention)
         restored: torch.Tensor = hidden.view(rows, count, config.block_size, -1)[row, plan.order.argsort(dim=1)]
         return restored
 
