@@ -1,0 +1,96 @@
+"""What training needs of the target besides hidden states: embedding, head, final norm, and how the target scales them."""
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from pipeline.errors import TargetError
+from pipeline.records import TargetBundle
+from pipeline.target.load import Target
+
+log = logging.getLogger(__name__)
+
+
+def bundle_of(target: Target) -> TargetBundle:
+    """The bundle on the CPU, in the target's dtype, whole also under tensor parallelism (every rank of the group must call this).
+
+    A tied head is the embedding's own tensor. Scales come from the config, and the embedding's is compared with a real forward:
+    `TargetError` when a target does something to its embeddings that a factor cannot express and the config does not name.
+    """
+    weight = target.model.get_input_embeddings().weight
+    embedding = whole(weight)
+    output = target.model.get_output_embeddings()
+    if output is None or getattr(output, "weight", None) is None:
+        raise TargetError(f"the target ({type(target.model).__name__}) has no head matrix, so a draft cannot decode with it.")
+    head = embedding if output.weight is weight else whole(output.weight)
+    if getattr(output, "bias", None) is not None:
+        raise TargetError("the target's head has a bias, which a DFlash draft cannot apply.")
+    return TargetBundle(
+        embedding=embedding,
+        head=head,
+        final_norm=_norm_scale(target),
+        config=target.config,
+        input_embedding_scale=_embedding_scale(target),
+        output_multiplier=output_multiplier(target.config),
+        final_logit_softcapping=target.config.get("final_logit_softcapping"),
+    ).check()
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` on the CPU, gathered when it is a DTensor (a collective: all ranks of its mesh take part)."""
+    tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return tensor.detach().cpu()
+
+
+def output_multiplier(config: dict[str, Any]) -> float:
+    """Factor on the logits before any soft cap: Granite divides by `logits_scaling`, Cohere and Falcon-H1 multiply."""
+    if scaling := config.get("logits_scaling"):
+        return 1.0 / float(scaling)
+    return float(config.get("logit_scale") or config.get("lm_head_multiplier") or 1.0)
+
+
+def _embedding_scale(target: Target) -> float:
+    """What stands between the embedding's rows and the first layer's input: measured, and made exact by the config where it can be."""
+    seen: list[torch.Tensor] = []
+
+    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    ids = torch.arange(min(64, target.vocab_size), device=target.device)[None]
+    handle = target.decoder.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            target.decoder(input_ids=ids, use_cache=False)
+    finally:
+        handle.remove()
+    rows, entering = whole(target.model.get_input_embeddings().weight)[ids[0].cpu()].float(), seen[0][0].float().cpu()
+    measured = float((rows * entering).sum() / rows.square().sum())
+    root = math.sqrt(target.hidden_size)
+    # Gemma rounds sqrt(H) in the model's dtype before it multiplies.
+    named = [target.config.get(name) for name in ("embedding_multiplier", "scale_emb")]
+    known = [1.0, root, float(torch.tensor(root, dtype=target.dtype)), *(float(factor) for factor in named if factor)]
+    scale = min(known, key=lambda k: abs(k - measured))
+    if not torch.allclose(entering, rows * scale, rtol=2e-2, atol=2e-3 * float(entering.abs().max())):
+        raise TargetError(
+            f"the first layer of the target ({type(target.decoder).__name__}) does not receive a multiple of its embeddings (the nearest "
+            f"factor known is {scale:.6g}, measured {measured:.6g}), so a draft cannot be fed with them."
+        )
+    return scale
+
+
+def _norm_scale(target: Target) -> torch.Tensor:
+    """[H], the factor that the final norm applies: its weight, or 1 + weight where the target stores it so (Gemma)."""
+    weight = whole(target.norm.weight)  # type: ignore[arg-type]
+    probe = torch.linspace(-1.0, 1.0, target.hidden_size, dtype=torch.float64)
+    with torch.no_grad():
+        out = target.norm(probe.to(target.device, target.dtype)[None]).double().cpu()[0]
+    unit = probe / probe.square().mean().sqrt()
+    errors = {shift: float((out - unit * (weight.double() + shift)).abs().max()) for shift in (0.0, 1.0)}
+    if errors[1.0] < errors[0.0]:
+        return (weight.float() + 1.0).to(torch.float32)
+    if errors[0.0] > 0.05 * float(out.abs().max()):
+        log.warning("the final norm %s is not an RMS norm; drafts that use final hidden states would need it", type(target.norm).__name__)
+    return weight

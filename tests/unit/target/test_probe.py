@@ -1,0 +1,75 @@
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.errors import CacheMismatchError, TargetError
+from pipeline.target.forward import forward_hidden
+from pipeline.target.load import Target
+from pipeline.target.probe import PROBE_TOKENS, check_padding, compare_probe, probe_states
+from tests.support.tiny import write_target
+from tests.unit.target.conftest import sample
+
+Load = Callable[..., Target]
+
+# A target that looks behind a token: it adds the mean of the whole row, padding included.
+LEAKY = """\
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+class LeakyConfig(Qwen3Config):
+    model_type = "leaky"
+
+
+class LeakyForCausalLM(Qwen3ForCausalLM):
+    config_class = LeakyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        inner = self.model.layers[0].forward
+
+        def forward(hidden_states, *args, **kwargs):
+            return inner(hidden_states + hidden_states.mean(dim=1, keepdim=True), *args, **kwargs)
+
+        self.model.layers[0].forward = forward
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_padding_is_seen_to_be_harmless(load: Load, tiny_target: Path, dtype: str) -> None:
+    check_padding(load(tiny_target, dtype=dtype, final=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_target_that_sees_padding_is_refused(load: Load, tiny_target: Path, tmp_path: Path, dtype: str) -> None:
+    folder = Path(shutil.copytree(tiny_target, tmp_path / f"leaky_{dtype}"))
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "leaky.LeakyConfig", "AutoModelForCausalLM": "leaky.LeakyForCausalLM"}
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "leaky", "auto_map": code, "architectures": ["LeakyForCausalLM"]})
+    )
+    (folder / "leaky.py").write_text(LEAKY)
+    leaky = load(folder, dtype=dtype, trust_remote_code=True)
+    assert forward_hidden(leaky, [sample(9)])
+    with pytest.raises(TargetError, match="padding changes real tokens of this target: at layer 1"):
+        check_padding(leaky)
+
+
+def test_probe_tells_targets_apart(load: Load, tiny_target: Path, tmp_path: Path) -> None:
+    target = load(tiny_target, final=True)
+    stored = probe_states(target)
+    assert set(stored) == {"layer_1", "layer_3", "layer_5", "final"}
+    assert all(state.shape == (PROBE_TOKENS, 64) for state in stored.values())
+    compare_probe(stored, target, "CACHE")
+    compare_probe(stored, load(tiny_target, (5, 3)), "CACHE")
+    compare_probe({name: state.bfloat16() for name, state in stored.items()}, load(tiny_target, dtype="bfloat16"), "CACHE")
+    with pytest.raises(CacheMismatchError, match=r"CACHE: the live target's states of layer_1 differ"):
+        compare_probe(stored, load(write_target(tmp_path / "other", seed=1)), "CACHE")
+    swapped = stored | {"layer_1": stored["layer_3"]}
+    with pytest.raises(CacheMismatchError, match="layer_1"):
+        compare_probe(swapped, target, "CACHE")
+    with pytest.raises(CacheMismatchError, match="layer_3"):
+        compare_probe(stored | {"layer_3": torch.full_like(stored["layer_3"], float("nan"))}, target, "CACHE")
