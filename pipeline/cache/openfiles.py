@@ -1,0 +1,132 @@
+"""The files of a cache that a process has open: only the chunks that a read touches, straight into the caller's memory.
+
+Files are opened when first needed, each process for itself. A cache has more array files than a process may hold open, so the
+least recently used are let go; `samples.arrow` files are memory-mapped, cost no descriptor, and stay.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.cache.codec import Bits, decode_chunk, index_bytes, take_rows, unpack_index
+from pipeline.cache.index import Index
+from pipeline.cache.layout import CHUNK_TOKENS, SAMPLES, ArraySpec, array_data, inside, num_chunks, shard_folder
+from pipeline.cache.manifest import Manifest
+from pipeline.cache.samples import ShardSamples
+from pipeline.errors import CacheCorruptError
+
+OPEN_ARRAYS = 256
+"""Array files that a process keeps open."""
+
+
+class OpenFiles:
+    """Safe from several threads; a forked child starts with none."""
+
+    def __init__(self, cache: Path, manifest: Manifest, index: Index) -> None:
+        self._cache, self._manifest, self._index = cache, manifest, index
+        self._start()
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._arrays: OrderedDict[tuple[int, str], ArrayFile] = OrderedDict()
+        self._samples: dict[int, ShardSamples] = {}
+        self._last = _LastChunk()
+
+    def samples(self, shard: int) -> ShardSamples:
+        """The shard's `samples.arrow`, its checksum compared when it is first opened."""
+        if self._process != os.getpid():
+            self._start()
+        found = self._samples.get(shard)
+        if found is None:
+            path = inside(self._cache, shard_folder(self._cache, shard) / SAMPLES)
+            found = self._samples.setdefault(shard, ShardSamples.open(path, self._index.shards[shard].samples_sha256))
+        return found
+
+    def read_rows(self, shard: int, array: str, start: int, out: Bits) -> None:
+        """Fill `out` [n, width] with rows start.. of an array."""
+        file = self._array(shard, array)
+        row = 0
+        while row < len(out):
+            chunk, first = divmod(start + row, CHUNK_TOKENS)
+            count = min(CHUNK_TOKENS - first, len(out) - row)
+            take_rows(self._last.of(file, chunk), file.spec, first, out[row : row + count])
+            row += count
+
+    def _array(self, shard: int, array: str) -> "ArrayFile":
+        if self._process != os.getpid():
+            self._start()
+        key = (shard, array)
+        with self._lock:
+            found = self._arrays.get(key)
+            if found is not None:
+                self._arrays.move_to_end(key)
+                return found
+        # Opened outside the lock: on a network disk this takes milliseconds, and at worst two threads open the same file.
+        entry = self._index.shards[shard]
+        path = inside(self._cache, shard_folder(self._cache, shard) / array_data(array))
+        opened = ArrayFile(path, self._manifest.spec(array), entry.num_tokens, entry.sizes[array_data(array)])
+        with self._lock:
+            self._arrays[key] = opened
+            if len(self._arrays) > OPEN_ARRAYS:
+                self._arrays.popitem(last=False)
+        return opened
+
+
+class ArrayFile:
+    """The open file of one array of one shard; closed when nobody holds it any more."""
+
+    def __init__(self, path: Path, spec: ArraySpec, num_tokens: int, size: int) -> None:
+        """Checks the size and the checksum of the chunk index."""
+        self.path, self.spec = path, spec
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CacheCorruptError(f"{path} is missing ({error.strerror}). Restore it from a copy, or capture the shard again.") from error
+        found, tail = os.fstat(self._descriptor).st_size, index_bytes(num_chunks(num_tokens))
+        if found != size or found < tail:
+            raise CacheCorruptError(f"{path} has {found} bytes, expected {size}. Restore it from a copy, or capture the shard again.")
+        self._chunks = unpack_index(self._pread(found - tail, tail), found, str(path))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def __len__(self) -> int:
+        """Chunks in the file."""
+        return len(self._chunks)
+
+    def decode(self, chunk: int) -> NDArray[np.uint8]:
+        """A chunk's bytes as `take_rows` wants them."""
+        offset, size = (int(value) for value in self._chunks[chunk])
+        return decode_chunk(self._pread(offset, size), self.spec, f"{self.path}, chunk {chunk}")
+
+    def _pread(self, offset: int, size: int) -> bytes:
+        data = os.pread(self._descriptor, size, offset)
+        while len(data) < size:
+            more = os.pread(self._descriptor, size - len(data), offset + len(data))
+            if not more:
+                raise CacheCorruptError(
+                    f"{self.path} ends after {offset + len(data)} bytes; {offset + size} expected. Capture the shard again."
+                )
+            data += more
+        return data
+
+
+class _LastChunk(threading.local):
+    """The chunk that a thread unpacked last of each array: samples read in order then unpack every chunk once."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[str, tuple[ArrayFile, int, NDArray[np.uint8]]] = {}
+
+    def of(self, file: ArrayFile, chunk: int) -> NDArray[np.uint8]:
+        known = self._chunks.get(file.spec.name)
+        if known is not None and known[0] is file and known[1] == chunk:
+            return known[2]
+        decoded = file.decode(chunk)
+        self._chunks[file.spec.name] = (file, chunk, decoded)
+        return decoded

@@ -1,0 +1,156 @@
+"""Opens a complete cache and reads samples from it.
+
+Opening compares sizes; reading compares checksums, so nothing is ever read as zeros or as something else than was written:
+the manifest's seal, the index against the manifest, `samples.arrow` and the chunk index of an array when they are first opened, every
+chunk when it is unpacked, the target's files when they are loaded.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from pipeline.cache.bundle import load_bundle
+from pipeline.cache.codec import new_states
+from pipeline.cache.commit import committed_shards
+from pipeline.cache.index import Index, build_index, load_index, size_faults, write_index
+from pipeline.cache.layout import (
+    FINAL,
+    GROUP_JSON,
+    INDEX,
+    MARKER,
+    SAMPLES,
+    array_data,
+    array_json,
+    array_names,
+    inside,
+    shard_folder,
+    target_folder,
+    tokenizer_folder,
+)
+from pipeline.cache.manifest import Manifest, canonical, read_manifest
+from pipeline.cache.openfiles import OpenFiles
+from pipeline.errors import CacheCorruptError, CacheError, CacheMismatchError
+from pipeline.records import CapturedSample, TargetBundle
+from pipeline.runtime.files import file_digest
+
+
+class Cache:
+    """A complete cache, opened by `Cache.open`. Reading is safe from several threads, and after a fork."""
+
+    def __init__(self, path: Path, manifest: Manifest, index: Index) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.index = index
+        self._files = OpenFiles(path, manifest, index)
+
+    @classmethod
+    def open(cls, path: Path | str, layer_ids: Sequence[int] | None = None, final: bool = False) -> "Cache":
+        """Check that the cache is complete and that every file that will be read has the recorded size.
+
+        `layer_ids` (default: all of the cache's) and `final` are what will be read. Raises `CacheError` when it is not a complete
+        cache, `CacheMismatchError` when it lacks a layer, `CacheCorruptError` naming the files that are missing or cut.
+        """
+        cache = Path(path)
+        manifest = read_manifest(cache)
+        if manifest.state != "complete":
+            done = len(committed_shards(cache))
+            raise CacheError(
+                f"{cache} is not complete: {done} of {manifest.num_shards} shards are captured. Run capture again; it goes on."
+            )
+        arrays = _wanted(cache, manifest, layer_ids, final)
+        index = _checked_index(cache, manifest)
+        _check_sizes(cache, manifest, index, arrays)
+        return cls(cache, manifest, index)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def read(self, i: int, layer_ids: Sequence[int] | None = None, final: bool = False, max_tokens: int | None = None) -> CapturedSample:
+        """Sample number `i` with the states of `layer_ids` (default: all), cut to its first `max_tokens` tokens.
+
+        States are [S, H] in the cache's dtype. Raises `CacheCorruptError` naming file and chunk when bytes were altered.
+        """
+        if not 0 <= i < len(self.index):
+            raise IndexError(f"sample {i} of {len(self.index)}")
+        names = _wanted(self.path, self.manifest, layer_ids, final)
+        shard, offset = int(self.index.shard[i]), int(self.index.token_offset[i])
+        tokens = self._files.samples(shard).sample(i - int(self.index.first_of_shard[shard]))
+        if max_tokens is not None:
+            tokens = tokens.prefix(max_tokens)
+        states: dict[str, torch.Tensor] = {}
+        for name in names:
+            states[name], bits = new_states(tokens.num_tokens, self.manifest.spec(name))
+            self._files.read_rows(shard, name, offset, bits)
+        last = states.pop(FINAL, None)
+        return CapturedSample(tokens, {int(name.removeprefix("layer_")): state for name, state in states.items()}, last)
+
+    def bundle(self) -> TargetBundle:
+        """Embedding, head, final norm and config of the target, on the CPU."""
+        self._check_target_files()
+        return load_bundle(target_folder(self.path))
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Folder for `AutoTokenizer.from_pretrained`: the target's tokenizer and chat template."""
+        self._check_target_files("tokenizer/")
+        return tokenizer_folder(self.path)
+
+    def digest(self) -> str:
+        """sha256 of identities and committed checksums: equal for caches that hold the same, wherever and whenever written."""
+        manifest = self.manifest.model_dump(mode="json", exclude={"state", "totals", "index_sha256", "target_files"})
+        return hashlib.sha256(canonical([manifest, [entry.marker_sha256 for entry in self.index.shards]])).hexdigest()
+
+    def _check_target_files(self, start: str = "") -> None:
+        folder = target_folder(self.path)
+        for name, record in (self.manifest.target_files or {}).items():
+            if name.startswith(start) and file_digest(inside(self.path, folder / name)) != record.sha256:
+                raise CacheCorruptError(f"{folder / name} was altered: its checksum is wrong. Restore it from another copy of the cache.")
+
+
+def _wanted(cache: Path, manifest: Manifest, layer_ids: Sequence[int] | None, final: bool) -> tuple[str, ...]:
+    """Names of the arrays to read."""
+    layers = manifest.layer_ids if layer_ids is None else tuple(layer_ids)
+    missing = [layer for layer in layers if layer not in manifest.layer_ids]
+    if missing:
+        raise CacheMismatchError(
+            f"{cache} holds the target layers {list(manifest.layer_ids)}; this run needs {missing} as well. "
+            "Name a subset in model.draft.target_layer_ids, or capture these layers too."
+        )
+    if final and not manifest.final:
+        raise CacheMismatchError(f"{cache} does not hold the final hidden state, which this run needs. Capture with capture.final=true.")
+    return array_names(layers, final)
+
+
+def _checked_index(cache: Path, manifest: Manifest) -> Index:
+    """The index, made again if it is missing, and compared with the manifest either way."""
+    index = load_index(inside(cache, cache / INDEX))
+    if index is None:
+        index = build_index(cache, manifest)
+        if index.content_sha256() != manifest.index_sha256:
+            raise CacheCorruptError(f"{cache}: {INDEX} was missing, and the shards are not those that the manifest was completed with.")
+        with contextlib.suppress(OSError):  # a cache on a read-only disk is used with the index in memory
+            write_index(cache, index)
+    elif index.content_sha256() != manifest.index_sha256:
+        raise CacheCorruptError(f"{cache / INDEX} is not the index that the manifest records. Delete it; it is made again from the shards.")
+    if len(index.shards) != manifest.num_shards:
+        raise CacheCorruptError(f"{cache / INDEX} lists {len(index.shards)} shards, {manifest.num_shards} expected.")
+    return index
+
+
+def _check_sizes(cache: Path, manifest: Manifest, index: Index, arrays: tuple[str, ...]) -> None:
+    """Of every file that a read of `arrays` may open, and of the target's; `CacheCorruptError` names the first few at fault."""
+    names = (MARKER, SAMPLES, GROUP_JSON, *(path(name) for name in arrays for path in (array_json, array_data)))
+
+    def of_shard(shard: int) -> list[str]:
+        return size_faults(shard_folder(cache, shard), {name: index.shards[shard].sizes[name] for name in names})
+
+    with ThreadPoolExecutor() as pool:
+        faults = [fault for found in pool.map(of_shard, range(manifest.num_shards)) for fault in found]
+    faults += size_faults(target_folder(cache), {name: record.size for name, record in (manifest.target_files or {}).items()})
+    if faults:
+        more = f"\n… and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise CacheCorruptError("\n".join(faults[:5]) + more + "\nRestore these files from a copy, or capture the shards again.")
