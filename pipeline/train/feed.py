@@ -8,17 +8,22 @@ Threads read ahead (the cache's decompression releases the GIL); they change whe
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pipeline.records import CapturedSample, DraftBatch, TokenSample
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 Source = Callable[[Sequence[int]], list[CapturedSample]]
 """Samples by index, with their hidden states: from the cache, or from a forward of the live target."""
@@ -160,9 +165,7 @@ class Feed:
                     yield position.epoch, indices
                 position = order.after(position)
 
-        yield from self._timed(self._direct(wanted()) if self._num_workers == 0 else self._ahead(wanted()))
-
-    def _timed(self, batches: Iterator[DraftBatch]) -> Iterator[DraftBatch]:
+        batches = read_ahead(lambda item: self._make(*item), wanted(), self._num_workers)
         while True:
             begin = time.perf_counter()
             batch = next(batches)
@@ -173,17 +176,19 @@ class Feed:
         samples = self._source(indices.tolist()) if len(indices) else []
         return collate(samples, [self._draw(sample.tokens, epoch) for sample in samples], self._shape)
 
-    def _direct(self, wanted: Iterator[tuple[int, NDArray[np.int64]]]) -> Iterator[DraftBatch]:
-        for epoch, indices in wanted:
-            yield self._make(epoch, indices)
 
-    def _ahead(self, wanted: Iterator[tuple[int, NDArray[np.int64]]]) -> Iterator[DraftBatch]:
-        pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix="feed")
-        ready: deque[Future[DraftBatch]] = deque()
-        try:
-            while True:
-                while len(ready) < 2 * self._num_workers:
-                    ready.append(pool.submit(self._make, *next(wanted)))
-                yield ready.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+def read_ahead(make: Callable[[Item], Made], items: Iterable[Item], num_workers: int) -> Iterator[Made]:
+    """`make` of every item, in their order, by `num_workers` threads that keep at most twice their number ready; with 0, when asked for."""
+    if num_workers == 0:
+        yield from map(make, items)
+        return
+    waiting = iter(items)
+    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="feed")
+    try:
+        ready = deque(pool.submit(make, item) for item in islice(waiting, 2 * num_workers))
+        while ready:
+            made = ready.popleft().result()
+            ready.extend(pool.submit(make, item) for item in islice(waiting, 1))
+            yield made
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,191 @@
+"""Where samples and their hidden states come from: a cache, or a live target. Nothing behind this module can tell which.
+
+Samples are numbered in the order of their ids, so that a number means the same sample in both, and whatever the shards
+of a cache look like.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipeline.cache.reader import Cache
+from pipeline.config.schema import Config
+from pipeline.corpus.chat import load_tokenizer
+from pipeline.corpus.plan import plan_batches
+from pipeline.corpus.prepare import open_prepared, prepare, prepared_folder
+from pipeline.corpus.prepared import DESCRIPTION_FILE, PreparedCorpus
+from pipeline.draft.anchors import has_usable_anchor
+from pipeline.errors import CorpusError, DraftError, TrainingError
+from pipeline.records import CapturedSample, TargetBundle, TokenSample
+from pipeline.runtime.files import wait_for
+from pipeline.runtime.ranks import Ranks
+from pipeline.target.folder import read_config, target_fields
+from pipeline.target.forward import forward_hidden
+from pipeline.target.head import bundle_of
+from pipeline.target.layers import default_layer_ids
+from pipeline.target.load import DTYPES, Target, load_target
+from pipeline.target.probe import check_padding
+from pipeline.train.feed import Order, Source
+
+log = logging.getLogger(__name__)
+
+TRAIN = "train"
+SPECIAL = ("bos", "eos", "pad", "unk")
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingData:
+    """Samples by number, 0..n-1, and what is known of them without reading them.
+
+    `split` str [n]; `num_tokens` int64 [n]; spans (start, length) of sample i are rows `span_offsets[i]` to `span_offsets[i + 1]`
+    of `spans` int32 [m, 2]. `used_token_ids` bool, true for ids that occur. `identity` changes when the states or the samples
+    do. `any_thread`: `source` may be called by several threads at once.
+    """
+
+    source: Source
+    any_thread: bool
+    split: NDArray[np.str_]
+    num_tokens: NDArray[np.int64]
+    span_offsets: NDArray[np.int64]
+    spans: NDArray[np.int32]
+    bundle: TargetBundle
+    layer_ids: tuple[int, ...]
+    dtype: torch.dtype
+    special_ids: Mapping[str, int | None]
+    used_token_ids: NDArray[np.bool_]
+    identity: Mapping[str, Any]
+
+    def check_mask_token(self, mask_token_id: int) -> None:
+        """Raise `DraftError` when the mask token occurs in a sample: the draft could not tell a real token from an empty slot."""
+        if mask_token_id < len(self.used_token_ids) and self.used_token_ids[mask_token_id]:
+            raise DraftError(
+                f"model.draft.mask_token_id {mask_token_id} occurs in the corpus. Choose an id that no sample holds: a reserved token, or "
+                f"a row of the embedding beyond the tokenizer's length (it has {self.bundle.embedding.shape[0]} rows)."
+            )
+
+
+def training_order(data: TrainingData, config: Config) -> Order:
+    """The order of the training samples that have a usable anchor; the others are counted here, once, and never read."""
+    objective, block_size = config.model.objective, config.model.draft.block_size
+    usable = has_usable_anchor(data.spans, data.span_offsets, data.num_tokens, block_size, objective.anchor_fit)
+    training = data.split == TRAIN
+    indices = np.flatnonzero(training & usable)
+    if not len(indices):
+        raise TrainingError(
+            f"none of {int(training.sum())} training samples has a usable anchor: a block of {block_size} slots must "
+            f"{'fit' if objective.anchor_fit == 'full' else 'begin'} behind a supervised token. Lower model.draft.block_size, set "
+            "model.objective.anchor_fit=partial, or look at the corpus."
+        )
+    log.info("%d training samples; %d left out, without a usable anchor", len(indices), int(training.sum()) - len(indices))
+    return Order(config.trainer.seed, indices, data.num_tokens[indices], config.data.train_ds.global_batch_size)
+
+
+def validation_sets(data: TrainingData) -> dict[str, list[int]]:
+    """Samples of every validation set, by its name."""
+    return {str(name): np.flatnonzero(data.split == name).tolist() for name in np.unique(data.split) if name != TRAIN}
+
+
+def open_data(config: Config, ranks: Ranks) -> TrainingData:
+    """The data of `config.data.mode`. Every rank must call it."""
+    return open_live(config, ranks) if config.data.mode == "online" else open_cache(config)
+
+
+def open_cache(config: Config) -> TrainingData:
+    """Samples and states of the cache, each cut to `data.max_tokens`; the target itself is not needed."""
+    wanted, max_tokens = config.model.draft.target_layer_ids, config.data.max_tokens
+    cache = Cache.open(str(config.cache_path), wanted)
+    layer_ids, index = wanted or cache.manifest.layer_ids, cache.index
+    order = np.argsort(index.sample_id)
+    spans = [_cut(index.spans(int(i)), max_tokens) for i in order]
+    section = config.model.target.model_copy(update={"path": str(cache.tokenizer_dir), "revision": None, "chat_template": None})
+    return TrainingData(
+        source=lambda numbers: [cache.read(int(order[n]), layer_ids, max_tokens=max_tokens) for n in numbers],
+        any_thread=True,
+        split=np.array(index.splits)[index.split][order],
+        num_tokens=np.minimum(index.num_tokens[order], max_tokens).astype(np.int64),
+        span_offsets=_offsets(spans),
+        spans=np.concatenate(spans),
+        bundle=cache.bundle(),
+        layer_ids=layer_ids,
+        dtype=DTYPES[cache.manifest.dtype],
+        special_ids=_special_ids(load_tokenizer(section)),
+        used_token_ids=index.used_token_ids,
+        identity={"mode": "offline", "cache": cache.digest(), "max_tokens": max_tokens},
+    )
+
+
+def open_live(config: Config, ranks: Ranks) -> TrainingData:
+    """The same samples, with states by a forward of the live target for each micro-batch, of at most `capture.batch_tokens` at a time.
+
+    The corpus is prepared by the first rank; the others wait for its file, not in a collective, which could time out.
+    """
+    corpus = _prepared(config, ranks)
+    section = config.model.target
+    layer_ids = config.model.draft.target_layer_ids or section.layer_ids
+    if layer_ids is None:
+        text = read_config(section).get_text_config(decoder=True)
+        layer_ids = default_layer_ids(text.num_hidden_layers, config.model.draft.num_hidden_layers)
+    target = load_target(section, ranks, layer_ids, final=False)
+    check_padding(target)
+    samples = [corpus.sample(i) for i in range(len(corpus))]
+    order = np.argsort(np.array([sample.sample_id for sample in samples], dtype=object))
+    ordered = [samples[i] for i in order]
+    spans = [sample.spans for sample in ordered]
+    used = np.zeros(target.vocab_size, dtype=np.bool_)
+    for sample in ordered:
+        used[sample.input_ids[sample.input_ids >= 0]] = True
+    return TrainingData(
+        source=_live_source(target, lambda number: corpus.sample(int(order[number])), config.capture.batch_tokens),
+        any_thread=False,
+        split=np.array([sample.split for sample in ordered]),
+        num_tokens=np.array([sample.num_tokens for sample in ordered], dtype=np.int64),
+        span_offsets=_offsets(spans),
+        spans=np.concatenate(spans),
+        bundle=bundle_of(target),
+        layer_ids=layer_ids,
+        dtype=target.dtype,
+        special_ids=_special_ids(load_tokenizer(section)),
+        used_token_ids=used,
+        identity={"mode": "online", "target": target_fields(section), "corpus": corpus.fingerprint},
+    )
+
+
+def _live_source(target: Target, sample: Callable[[int], TokenSample], batch_tokens: int) -> Source:
+    def source(numbers: Sequence[int]) -> list[CapturedSample]:
+        samples = [sample(number) for number in numbers]
+        captured: dict[int, CapturedSample] = {}
+        for group in plan_batches(np.array([s.num_tokens for s in samples]), batch_tokens):
+            captured |= zip(group, forward_hidden(target, [samples[place] for place in group]), strict=True)
+        return [captured[place] for place in range(len(samples))]
+
+    return source
+
+
+def _prepared(config: Config, ranks: Ranks) -> PreparedCorpus:
+    if ranks.is_main:
+        return prepare(config)
+    wait_for(prepared_folder(config) / DESCRIPTION_FILE, "the prepared corpus", lambda: None)
+    corpus = open_prepared(config)
+    if corpus is None:
+        raise CorpusError(f"the prepared corpus in {prepared_folder(config)} vanished again; keep data.prepared_dir during a run.")
+    return corpus
+
+
+def _special_ids(tokenizer: Any) -> dict[str, int | None]:
+    return {name: getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
+
+
+def _cut(spans: NDArray[np.int32], max_tokens: int) -> NDArray[np.int32]:
+    """The spans of a sample's first `max_tokens` tokens."""
+    kept = spans[spans[:, 0] < max_tokens]
+    kept[:, 1] = np.minimum(kept[:, 1], max_tokens - kept[:, 0])
+    return kept
+
+
+def _offsets(spans: Sequence[NDArray[np.int32]]) -> NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum([len(s) for s in spans]))).astype(np.int64)

@@ -1,0 +1,103 @@
+"""Validation: every usable anchor of the held-out samples, and the walk that serving would take through their answers.
+
+Sums only, added up over batches and ranks before anything is divided; so the numbers are those of one rank, up to rounding.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipeline.config.schema import ObjectiveSection
+from pipeline.draft.anchors import usable_anchors
+from pipeline.draft.loss import ObjectiveSums, objective
+from pipeline.draft.metrics import accepted_prefix, walk_lengths
+from pipeline.draft.model import Draft
+from pipeline.records import CapturedSample, DraftBatch, TargetBundle
+from pipeline.train.data import TrainingData
+from pipeline.train.feed import BatchShape, collate, read_ahead
+from pipeline.train.step import Learner, Sums, reduce_sums, sums_vector
+
+BLOCKS_AT_ONCE = 512
+
+
+def validate(learner: Learner, data: TrainingData, sets: Mapping[str, Sequence[int]], num_workers: int) -> dict[str, Any]:
+    """Metrics of every set in `sets` (sample numbers by name), as `val/NAME/loss` and so on, and of all together as `val_loss` and so on.
+
+    loss, accept_len, accuracy and accuracy_by_slot are over usable anchors, walk_accept_len over the answers (DFLASH §4). Sets
+    of which nothing can be scored give no metric. Every rank must call it; the data-parallel ranks share the samples.
+    """
+    ranks, size = learner.ranks, len(Sums.zero(learner.draft.config.block_size).values)
+    totals = torch.zeros(len(sets), size + 2, dtype=torch.float64, device=ranks.device)
+    with torch.no_grad(), learner.accelerator.autocast():
+        for row, numbers in enumerate(sets.values()):
+            mine = list(numbers[ranks.dp_rank :: ranks.dp_size])
+            for sample in read_ahead(lambda number: data.source([number])[0], mine, num_workers if data.any_thread else 0):
+                sums, lengths = score(learner.draft, learner.bundle, learner.objective, sample)
+                totals[row, :size] += sums
+                totals[row, size:] += torch.tensor((sum(lengths), len(lengths)), device=ranks.device)
+    rows = reduce_sums(totals, ranks).tolist()
+    metrics: dict[str, Any] = {}
+    for name, row in zip(sets, rows, strict=True):
+        metrics |= {f"val/{name}/{key}": value for key, value in _metrics(row, size).items()}
+    pooled = [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (size + 2)
+    return metrics | {f"val_{key}": value for key, value in _metrics(pooled, size).items()}
+
+
+def score(draft: Draft, bundle: TargetBundle, section: ObjectiveSection, sample: CapturedSample) -> tuple[torch.Tensor, list[int]]:
+    """`sums_vector` over all usable anchors of `sample`, and the lengths of the steps that a walk through its answers takes.
+
+    The walk needs the accepted length at every token of an answer; near its end a block may be too long to be a usable
+    anchor, so those few are scored besides, without being counted in the sums.
+    """
+    tokens, config, device = sample.tokens, draft.config, draft.fc.weight.device
+    usable = usable_anchors(tokens.spans, tokens.num_tokens, config.block_size, section.anchor_fit)
+    answers = [np.arange(start, start + length - 1) for start, length in tokens.spans]
+    rest = np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *answers]), usable)
+    dtype = next(iter(sample.hidden.values())).dtype
+    shape = BatchShape(config.target_layer_ids, config.block_size, config.hidden_size, dtype)
+    whole = collate([sample], [np.zeros(0, np.int64)], shape).to(device)
+    total = torch.zeros(len(Sums.zero(config.block_size).values), dtype=torch.float64, device=device)
+    accepted = np.zeros(tokens.num_tokens, dtype=np.int64)
+    for anchors, counted in ((usable, True), (rest, False)):
+        for chunk, batch in _blocks(whole, anchors):
+            sums = objective(draft, bundle, batch, section)
+            accepted[chunk] = _accepted_in_answer(sums, chunk, tokens.spans)
+            if counted:
+                total += sums_vector(sums, batch)
+    total[2:4] = torch.tensor((1, tokens.num_tokens))  # however many batches it took, it is one sample
+    return total, [step for start, length in tokens.spans for step in walk_lengths(accepted[start : start + length], int(length))]
+
+
+def _blocks(whole: DraftBatch, anchors: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], DraftBatch]]:
+    """The one-row batch `whole` with `anchors`, some at a time."""
+    for start in range(0, len(anchors), BLOCKS_AT_ONCE):
+        chunk = anchors[start : start + BLOCKS_AT_ONCE]
+        placed = torch.from_numpy(chunk)[None].to(whole.anchors.device)
+        yield (
+            chunk,
+            replace(
+                whole,
+                anchors=placed,
+                document_start=torch.zeros_like(placed),
+                document_end=torch.full_like(placed, int(whole.document_end[0, 0])),
+                block_valid=torch.ones_like(placed, dtype=torch.bool),
+            ),
+        )
+
+
+def _accepted_in_answer(sums: ObjectiveSums, anchors: NDArray[np.int64], spans: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Accepted length of each block, int64 [N], counting only slots in the answer that its anchor is in: an answer's steps end with it."""
+    span = np.searchsorted(spans[:, 0], anchors, side="right") - 1
+    room = torch.from_numpy(spans[span].sum(axis=1) - anchors).to(sums.supervised.device)
+    inside = torch.arange(sums.supervised.shape[-1], device=room.device) < room.unsqueeze(-1)
+    return accepted_prefix(sums.correct[0], sums.supervised[0] & inside).cpu().numpy()
+
+
+def _metrics(row: Sequence[float], size: int) -> dict[str, Any]:
+    tokens, steps = row[size:]
+    walk = {"walk_accept_len": tokens / steps} if steps else {}
+    return Sums(tuple(row[:size])).metrics() | walk
