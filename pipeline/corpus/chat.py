@@ -1,0 +1,170 @@
+"""The tokenizer, its chat template, and what a chat becomes: token ids and the spans that are supervised.
+
+Ids come from one direct render of the whole chat, and equal `apply_chat_template(messages, tokenize=True, **arguments)`. What
+is supervised is what the target would have to emit: an answer's text and the token that ends it, not the newline that a
+template writes after it, and not what the generation prompt supplies. `turns.py` finds where that is.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.config.schema import TargetSection
+from pipeline.corpus.rows import Message, Unusable, shown
+from pipeline.corpus.turns import MASK_RULES, Place, Template, find_places, marked_places
+from pipeline.errors import ConfigError, TargetError, TemplateError
+
+__all__ = ["MASK_RULES", "Rendered", "Template", "load_tokenizer", "prompt_ids", "read_template", "render"]
+
+# Chats that a template is tried on. Some templates refuse a system message, some want one.
+_QUESTION: Message = {"role": "user", "content": "Is it late?"}
+_OPENINGS: tuple[list[Message], ...] = ([_QUESTION], [{"role": "system", "content": "Be brief."}, _QUESTION])
+_ANSWER = "Yes7Indeed"
+TEMPLATE_ERROR = "template error"
+_GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A chat as the target reads it: `input_ids` int32 [S]; `spans` int32 [n, 2], rows (start, length) of supervised tokens, ascending,
+    disjoint and not touching. `last_turn_only`: the template rewrites earlier turns, so only the last one is supervised."""
+
+    input_ids: NDArray[np.int32]
+    spans: NDArray[np.int32]
+    last_turn_only: bool = False
+
+    @property
+    def num_supervised(self) -> int:
+        return int(self.spans[:, 1].sum())
+
+    def prefix(self, max_tokens: int) -> Self:
+        """The first `max_tokens` tokens; spans are cut with them."""
+        spans = self.spans[self.spans[:, 0] < max_tokens].copy()
+        spans[:, 1] = np.minimum(spans[:, 1], max_tokens - spans[:, 0])
+        return replace(self, input_ids=self.input_ids[:max_tokens], spans=spans)
+
+
+def load_tokenizer(section: TargetSection) -> Any:
+    """The target's fast tokenizer, with the template of `section.chat_template` in place of its own where one is given.
+
+    Raises `TargetError` when there is no tokenizer or only a slow one, `TemplateError` when there is no chat template.
+    """
+    from transformers import AutoTokenizer  # noqa: PLC0415 - it brings torch, which workers do without
+
+    path = str(section.path)
+    if path.startswith((".", "/", "~")):
+        path = str(Path(path).expanduser())
+        if not Path(path).is_dir():
+            raise TargetError(f"model.target.path {section.path} is not a folder; expected one with the target's tokenizer in it.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    except Exception as error:  # what a foreign folder can do wrong has no common type
+        raise TargetError(
+            f"the tokenizer of {section.path} cannot be loaded: {type(error).__name__}: {shown(str(error))}. model.target.path must "
+            f"name a folder with tokenizer.json, or a hub id that can be reached."
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise TargetError(
+            f"the tokenizer of {section.path} is {type(tokenizer).__name__}, which cannot say which characters a token covers. "
+            f"A folder with tokenizer.json is needed."
+        )
+    if section.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(section.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TemplateError(f"model.target.chat_template {section.chat_template} cannot be read: {error}") from error
+    if not tokenizer.chat_template:
+        raise TemplateError(f"the tokenizer of {section.path} has no chat template; name a file with one in model.target.chat_template.")
+    return tokenizer
+
+
+def read_template(tokenizer: Any, arguments: Mapping[str, Any]) -> Template:
+    """Try the chat template on a plain chat, and see how it opens and ends an answer.
+
+    Raises `ConfigError` for an argument that is not the template's, `TemplateError` for a template that renders no chat.
+    """
+    own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"kwargs"}
+    if taken := sorted(own & arguments.keys()):
+        raise ConfigError(
+            f"model.target.chat_template_kwargs: {', '.join(taken)} cannot be set; give only what the chat template itself reads."
+        )
+    plain = Template(tokenizer, dict(arguments), _GENERATION_MARK.search(tokenizer.get_chat_template()) is not None)
+    failure: Exception | None = None
+    for opening in _OPENINGS:
+        try:
+            whole = plain.text([*opening, {"role": "assistant", "content": _ANSWER}])
+            prompt, unprompted = plain.text(opening, prompt=True), plain.text(opening)
+        except Exception as error:  # a template is code of its author's: it can raise anything
+            failure = failure or error
+            continue
+        return _read_shape(plain, whole, prompt, prompt == unprompted)
+    raise TemplateError(
+        f"the chat template renders neither a question with an answer nor one with a system message before it: "
+        f"{type(failure).__name__}: {shown(str(failure))}. Check model.target.chat_template and chat_template_kwargs."
+    ) from failure
+
+
+def _read_shape(template: Template, whole: str, prompt: str, prompt_ignored: bool) -> Template:
+    at = whole.rfind(_ANSWER)
+    if at < 0:
+        raise TemplateError("the chat template leaves out the assistant's text. Check model.target.chat_template.")
+    tail = whole[at + len(_ANSWER) :]
+    end = _first_special(template.tokenizer, tail)
+    opening = whole[len(prompt) : at] if prompt_ignored and whole.startswith(prompt) else ""
+    return replace(template, opening=opening if opening.strip() else "", end=tail[:end], trailer=tail[end:])
+
+
+def _first_special(tokenizer: Any, tail: str) -> int:
+    """Where the first special token in `tail` ends, in characters; 0 when there is none."""
+    special = {**{i: token.content for i, token in tokenizer.added_tokens_decoder.items()}, tokenizer.eos_token_id: tokenizer.eos_token}
+    for token_id in tokenizer(tail, add_special_tokens=False)["input_ids"]:
+        if (text := special.get(token_id)) and (at := tail.find(text)) >= 0:
+            return at + len(text)
+    return 0
+
+
+def prompt_ids(template: Template, messages: Sequence[Message]) -> NDArray[np.int32]:
+    """Ids int32 [S] of `messages` and the generation prompt after them: what the target is given to answer."""
+    text = template.text(messages, prompt=True)
+    return np.asarray(template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
+
+
+def render(template: Template, messages: Sequence[Message], cut_short: bool = False) -> Rendered | Unusable:
+    """One chat to ids and supervised spans; or why the template does not allow it.
+
+    `cut_short`: the last answer was cut at a token limit, so the token that the template puts after it is not supervised.
+    """
+    try:
+        whole = template.text(messages)
+        whole.encode("utf-8")
+        encoded = template.encode_marked(messages) if template.marked else template.encode(whole)
+        found = marked_places(template, messages, whole, encoded) if template.marked else find_places(template, messages, whole)
+    except UnicodeEncodeError as error:
+        return Unusable("invalid text", f"half of a surrogate pair: {shown(error.object[error.start : error.end])}")
+    except Exception as error:  # a template is code of its author's: it can raise anything
+        return Unusable(TEMPLATE_ERROR, f"{type(error).__name__}: {shown(str(error))}")
+    if isinstance(found, Unusable):
+        return found
+    places = found.places
+    if cut_short and places:
+        places = (*places[:-1], replace(places[-1], end=places[-1].text_end))
+    return Rendered(encoded.input_ids, _spans(places, encoded.starts), found.last_turn_only)
+
+
+def _spans(places: Sequence[Place], starts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Tokens that start inside a place, as int32 [n, 2] rows (start, length).
+
+    A token that reaches in from the left holds characters that the generation prompt supplied (an answer's leading newline
+    merged with the header's): the target is never asked for it. One that reaches out on the right is the answer's.
+    """
+    mask = np.zeros(len(starts) + 2, dtype=np.int8)
+    for place in places:
+        mask[1:-1] |= (starts >= place.start) & (starts < place.end)
+    edges = np.flatnonzero(np.diff(mask))
+    return np.stack((edges[::2], edges[1::2] - edges[::2]), axis=1).astype(np.int32)

@@ -1,0 +1,56 @@
+"""Which samples make a shard, and which of a shard are forwarded together. Pure functions of lengths.
+
+Neither depends on ranks, so that what was captured on eight ranks is resumed on three, and a shard that was begun anew
+comes out the same to the byte.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def plan_shards(num_tokens: NDArray[np.integer], shard_tokens: int) -> list[range]:
+    """Consecutive samples, as many as fit into `shard_tokens`; a longer sample is a shard of its own.
+
+    `num_tokens` [n] are the samples' lengths in corpus order. The ranges are not empty and cover 0..n-1 in order.
+    """
+    _check(num_tokens, "shard_tokens", shard_tokens)
+    return list(_shards(num_tokens.tolist(), shard_tokens))
+
+
+def plan_batches(num_tokens: NDArray[np.integer], batch_tokens: int) -> list[list[int]]:
+    """Batches of one shard: samples sorted by (length, position), as many as fit into `batch_tokens` when padded to the longest.
+
+    `num_tokens` [n] are the lengths of the shard's samples; what comes out are positions 0..n-1, each once. A sample
+    longer than `batch_tokens` is a batch of its own.
+    """
+    _check(num_tokens, "batch_tokens", batch_tokens)
+    order = np.argsort(num_tokens, kind="stable").tolist()
+    lengths = num_tokens.tolist()
+    batches: list[list[int]] = []
+    for position in order:
+        # Lengths ascend, so the newest sample is the longest of its batch.
+        if batches and (len(batches[-1]) + 1) * lengths[position] <= batch_tokens:
+            batches[-1].append(position)
+        else:
+            batches.append([position])
+    return batches
+
+
+def _shards(lengths: list[int], shard_tokens: int) -> Iterator[range]:
+    start = held = 0
+    for position, length in enumerate(lengths):
+        if position > start and held + length > shard_tokens:
+            yield range(start, position)
+            start, held = position, 0
+        held += length
+    if start < len(lengths):
+        yield range(start, len(lengths))
+
+
+def _check(num_tokens: NDArray[np.integer], name: str, budget: int) -> None:
+    if num_tokens.ndim != 1 or (len(num_tokens) and int(num_tokens.min()) < 1):
+        raise ValueError(f"num_tokens must be one list of lengths of at least 1, got shape {num_tokens.shape}")
+    if budget < 1:
+        raise ValueError(f"{name} is {budget}, expected at least 1")

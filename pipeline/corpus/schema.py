@@ -1,0 +1,35 @@
+"""Columns of `samples.arrow` of a prepared corpus, and what is kept about its rows besides. `data_schemas/` shows the same."""
+
+from typing import Any
+
+import pyarrow as pa
+
+FORMAT_VERSION = 1  # raise it when columns, files or ids of a prepared corpus change
+
+
+def _field(name: str, kind: pa.DataType, meaning: str) -> "pa.Field[Any]":
+    return pa.field(name, kind, nullable=False, metadata={"meaning": meaning})
+
+
+SPAN = pa.struct([pa.field("start", pa.int32(), nullable=False), pa.field("length", pa.int32(), nullable=False)])
+
+SAMPLES = pa.schema(
+    [
+        _field(
+            "sample_id",
+            pa.string(),
+            "the row's own id where it is a string and no other row has it, else row-SOURCE-ROW by ordinals; unique",
+        ),
+        _field("source", pa.string(), "name of the file, without its folder"),
+        _field("row", pa.int64(), "line of the source, from 0"),
+        _field("split", pa.string(), "train, heldout, or the name of a validation set"),
+        _field("input_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), "one render of the chat template, cut to max_tokens"),
+        _field("loss_mask", pa.list_(pa.field("item", SPAN, nullable=False)), "supervised tokens: ascending spans that do not touch"),
+        _field("num_tokens", pa.int32(), "length of input_ids, in tokens"),
+        _field("num_supervised", pa.int32(), "supervised tokens"),
+    ]
+)
+
+# A part holds the same, with what is needed to find ids in place of ids.
+_FIRST: "list[pa.Field[Any]]" = [pa.field("own_id", pa.string()), pa.field("id_hash", pa.uint64(), nullable=False)]
+PART = pa.schema(_FIRST + [SAMPLES.field(i) for i in range(1, len(SAMPLES))])

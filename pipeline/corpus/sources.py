@@ -1,0 +1,117 @@
+"""Files of chats: which they are, where they can be divided, and their rows.
+
+A file is read through once to divide it into parts and to digest them. A part is what one worker tokenises at a time and
+what a resumed run does not do again; where parts begin depends on the file's bytes alone, so the parts' digests are also
+the file's fingerprint, and a worker that finds other bytes than those knows that the file was changed under it.
+"""
+
+import glob
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import BinaryIO
+
+from pipeline.config.schema import InputSection
+from pipeline.corpus.rows import Row, read_row
+from pipeline.errors import CorpusError
+
+# Both belong to the fingerprint: they decide where record batches end in the prepared file.
+PART_ROWS = 1024
+PART_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file. `ordinal` counts the files of all sets from 0; `split` is "train" or the name of the validation set it is in."""
+
+    ordinal: int
+    name: str
+    path: Path
+    split: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive lines of a source: bytes [offset, offset + num_bytes), rows [first_row, first_row + num_rows)."""
+
+    source: Source
+    offset: int
+    num_bytes: int
+    first_row: int
+    num_rows: int
+    digest: str
+
+
+def find_sources(sets: Mapping[str, Sequence[InputSection]]) -> list[Source]:
+    """The files of every set (split name → inputs), in order; a pattern's matches are sorted.
+
+    Files are called by their own name, with the ordinal before it where two share one. Raises `CorpusError` for what is not there.
+    """
+    found = [(split, path) for split, inputs in sets.items() for given in inputs for path in _match(given.path)]
+    names = [path.name for _, path in found]
+    return [
+        Source(i, path.name if names.count(path.name) == 1 else f"{i}:{path.name}", path, split) for i, (split, path) in enumerate(found)
+    ]
+
+
+def divide(source: Source) -> Iterator[Part]:
+    """The parts of a source, in order, from one pass over its bytes."""
+    offset = first_row = num_bytes = num_rows = 0
+    digest = sha256()
+    with _opened(source) as stream:
+        for line in stream:
+            if num_rows and (num_rows >= PART_ROWS or num_bytes + len(line) > PART_BYTES):
+                yield Part(source, offset, num_bytes, first_row, num_rows, digest.hexdigest())
+                offset, first_row = offset + num_bytes, first_row + num_rows
+                num_bytes, num_rows, digest = 0, 0, sha256()
+            digest.update(line)
+            num_bytes, num_rows = num_bytes + len(line), num_rows + 1
+    if num_rows:
+        yield Part(source, offset, num_bytes, first_row, num_rows, digest.hexdigest())
+
+
+def read_part(part: Part) -> Iterator[Row]:
+    """The rows of a part. Raises `CorpusError` when the file no longer holds the bytes that it was divided by."""
+    with _opened(part.source) as stream:
+        stream.seek(part.offset)
+        data = stream.read(part.num_bytes)
+    if sha256(data).hexdigest() != part.digest:
+        raise CorpusError(
+            f"{part.source.path} was changed while it was being prepared (rows {part.first_row} to {part.first_row + part.num_rows - 1} "
+            f"differ). Run again once it is at rest."
+        )
+    lines = data.removesuffix(b"\n").split(b"\n")
+    for i, line in enumerate(lines):
+        yield read_row(part.source.name, part.first_row + i, line)
+
+
+def read_rows(inputs: Sequence[InputSection]) -> Iterator[Row]:
+    """All rows of `inputs`, in order, one at a time; a row that is no chat says why. Raises `CorpusError` for a file that is not there."""
+    for source in find_sources({"": inputs}):
+        with _opened(source) as stream:
+            for row, line in enumerate(stream):
+                yield read_row(source.name, row, line.removesuffix(b"\n"))
+
+
+def _match(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        raise CorpusError(f"{pattern} is a folder; name its files, such as {pattern.rstrip('/')}/*.jsonl")
+    # `[` is an ordinary character here; only * and ? match.
+    matches = sorted(Path(match) for match in glob.glob(str(path).replace("[", "[[]")) if Path(match).is_file())
+    if not matches:
+        raise CorpusError(f"{pattern}: no such file, and no file matches it. Check the path in input_cfg.")
+    return matches
+
+
+@contextmanager
+def _opened(source: Source) -> Iterator[BinaryIO]:
+    try:
+        with open(source.path, "rb") as stream:
+            yield stream
+    except OSError as error:
+        raise CorpusError(f"{source.path} cannot be read: {error.strerror or error}") from error
