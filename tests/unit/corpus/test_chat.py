@@ -188,8 +188,10 @@ def test_marked_tokens_that_the_prompt_supplies_are_not_supervised() -> None:
 
 
 def test_a_template_without_an_end_token_supervises_the_text_alone() -> None:
+    template = (
         "{% for m in messages %}{{ '### ' + m.role + '\\n' + m.content + '\\n\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}"
+    )
     messages = chat("q1", "one two", "q2", "three")
     pieces = [p for m in messages for p in [(f"### {m['role']}\n", False), (m["content"], m["role"] == "assistant"), ("\n\n", False)]]
     check(build_tokenizer(template), messages, pieces)
