@@ -4,6 +4,7 @@
 the launcher itself. `spawn_ranks` runs a function of the tests on several ranks that already share a gloo group.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -143,6 +144,7 @@ def _enter(fn: Callable[..., Any], rank: int, world_size: int, folder: str, seco
         )
         result = fn(rank, world_size, *args)
         Path(folder, f"{rank}.result").write_bytes(pickle.dumps(result))
+        gc.collect()  # a device mesh that lives until the interpreter ends can abort it there
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
