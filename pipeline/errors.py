@@ -3,6 +3,7 @@
     PipelineError                 exit code 2, one paragraph
     ├── ConfigError               a field of the configuration: unknown, missing, of the wrong type, or contradicting another
     ├── LaunchError               the processes that run are not those that were asked for
+    │   └── PeerFailedError       another rank failed, and says why; this one only ends with it
     ├── CorpusError               a corpus that cannot be read, or nothing usable in it
     │   └── TemplateError         a chat template whose assistant turns cannot be located
     ├── TargetError               a target that cannot be loaded, split or captured as asked
@@ -30,6 +31,10 @@ class ConfigError(PipelineError):
 
 class LaunchError(PipelineError):
     """World size, rank or device is not what the launch command or the configuration asked for."""
+
+
+class PeerFailedError(LaunchError):
+    """Another rank of this launch failed; the message repeats its reason."""
 
 
 class CorpusError(PipelineError):

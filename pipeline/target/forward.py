@@ -30,20 +30,23 @@ class Flight:
     hidden: Mapping[int, torch.Tensor]
     final: torch.Tensor | None
     suspect: torch.Tensor
+    arrival: torch.Event | None = None
 
     def to_host(self) -> Self:
-        """The same on the CPU. On a GPU the copies are queued behind the forward and land later: wait for an event before reading."""
-        if self.suspect.device.type == "cpu":
+        """The same on the CPU. On a GPU the copies are queued behind the forward; `land` waits for their arrival."""
+        device = self.suspect.device
+        if device.type == "cpu":
             return self
-        return replace(
-            self,
-            hidden={layer: _pinned(state) for layer, state in self.hidden.items()},
-            final=None if self.final is None else _pinned(self.final),
-            suspect=_pinned(self.suspect),
-        )
+        hidden = {layer: _pinned(state) for layer, state in self.hidden.items()}
+        final, suspect = None if self.final is None else _pinned(self.final), _pinned(self.suspect)
+        arrival = torch.Event(device)
+        arrival.record()
+        return replace(self, hidden=hidden, final=final, suspect=suspect, arrival=arrival)
 
     def land(self) -> list[CapturedSample]:
         """The captured samples, views into the packed states. Waits for the device; raises `HiddenStateError` for unusable states."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
         captured, start = [], 0
         for tokens in self.samples:
             rows = slice(start, start + tokens.num_tokens)

@@ -1,13 +1,18 @@
 """Two questions to a live target: does padding change real tokens, and is this the target that a cache was captured from?"""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 
-from pipeline.errors import CacheMismatchError, TargetError
+from pipeline.errors import CacheCorruptError, CacheMismatchError, TargetError
+from pipeline.runtime.files import atomic_file
 from pipeline.target.forward import run_layers
 from pipeline.target.load import Target
 
+PROBE_FILE = "probe.safetensors"  # beside the bundle in a cache's target folder
 PROBE_TOKENS = 96
 SHORT_TOKENS = 24
 
@@ -29,20 +34,29 @@ def probe_states(target: Target) -> dict[str, torch.Tensor]:
     return {name: state[0].cpu() for name, state in zip(names, states, strict=True)}
 
 
-def compare_probe(stored: Mapping[str, torch.Tensor], target: Target, where: str) -> None:
-    """Raise `CacheMismatchError` unless the live target gives the probe's stored states, within rounding of its dtype.
+def save_probe(folder: Path, states: Mapping[str, torch.Tensor]) -> None:
+    with atomic_file(folder / PROBE_FILE) as stream:
+        stream.write(save({name: state.contiguous() for name, state in states.items()}))
 
-    Arrays that only one side has are left alone. `where` names the cache.
+
+def compare_probe(folder: Path, live: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Raise `CacheMismatchError` unless `live` (of `probe_states`) are the probe's states stored in `folder`, within rounding of `dtype`.
+
+    Arrays that only one side has are left alone. Raises `CacheCorruptError` when the file is missing or damaged.
     """
-    live = probe_states(target)
+    path = folder / PROBE_FILE
+    try:
+        stored = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CacheCorruptError(f"{path} cannot be read: {error}. Restore it from a copy of the cache.") from error
     for name in sorted(stored.keys() & live.keys()):
         if stored[name].shape != live[name].shape:
-            raise CacheMismatchError(f"{where}: probe of {name} is {[*stored[name].shape]}, the live target gives {[*live[name].shape]}.")
+            raise CacheMismatchError(f"{path}: {name} is {[*stored[name].shape]}, the live target gives {[*live[name].shape]}.")
         median, worst = _errors(stored[name], live[name])
-        allowed_median, allowed_worst = TOLERANCES[target.dtype]
+        allowed_median, allowed_worst = TOLERANCES[dtype]
         if not (median <= allowed_median and worst <= allowed_worst):
             raise CacheMismatchError(
-                f"{where}: the live target's states of {name} differ from the cache's probe by {median:.2g} (median token; allowed "
+                f"{path}: the live target's states of {name} differ from those stored by {median:.2g} (median token; allowed "
                 f"{allowed_median:.2g}) and {worst:.2g} (worst; allowed {allowed_worst:.2g}). Files and settings agree, so look for "
                 f"another version of transformers, another attention kernel, or broken weights on this device; or use another folder."
             )

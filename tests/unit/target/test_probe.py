@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import CacheMismatchError, TargetError
+from pipeline.errors import CacheCorruptError, CacheMismatchError, TargetError
 from pipeline.target.forward import forward_hidden
 from pipeline.target.load import Target
-from pipeline.target.probe import PROBE_TOKENS, check_padding, compare_probe, probe_states
+from pipeline.target.probe import PROBE_FILE, PROBE_TOKENS, check_padding, compare_probe, probe_states, save_probe
 from tests.support.tiny import write_target
 from tests.unit.target.conftest import sample
 
@@ -63,13 +63,17 @@ def test_probe_tells_targets_apart(load: Load, tiny_target: Path, tmp_path: Path
     stored = probe_states(target)
     assert set(stored) == {"layer_1", "layer_3", "layer_5", "final"}
     assert all(state.shape == (PROBE_TOKENS, 64) for state in stored.values())
-    compare_probe(stored, target, "CACHE")
-    compare_probe(stored, load(tiny_target, (5, 3)), "CACHE")
-    compare_probe({name: state.bfloat16() for name, state in stored.items()}, load(tiny_target, dtype="bfloat16"), "CACHE")
-    with pytest.raises(CacheMismatchError, match=r"CACHE: the live target's states of layer_1 differ"):
-        compare_probe(stored, load(write_target(tmp_path / "other", seed=1)), "CACHE")
-    swapped = stored | {"layer_1": stored["layer_3"]}
+    full, half = torch.float32, torch.bfloat16
+    save_probe(tmp_path, stored)
+    compare_probe(tmp_path, stored, full)
+    compare_probe(tmp_path, probe_states(load(tiny_target, (5, 3))), full)
+    compare_probe(tmp_path, probe_states(load(tiny_target, dtype="bfloat16")), half)
+    with pytest.raises(CacheMismatchError, match="the live target's states of layer_1 differ"):
+        compare_probe(tmp_path, probe_states(load(write_target(tmp_path / "other", seed=1))), full)
     with pytest.raises(CacheMismatchError, match="layer_1"):
-        compare_probe(swapped, target, "CACHE")
+        compare_probe(tmp_path, stored | {"layer_1": stored["layer_3"]}, half)
     with pytest.raises(CacheMismatchError, match="layer_3"):
-        compare_probe(stored | {"layer_3": torch.full_like(stored["layer_3"], float("nan"))}, target, "CACHE")
+        compare_probe(tmp_path, stored | {"layer_3": torch.full_like(stored["layer_3"], float("nan"))}, full)
+    (tmp_path / PROBE_FILE).write_bytes(b"short")
+    with pytest.raises(CacheCorruptError, match=PROBE_FILE):
+        compare_probe(tmp_path, stored, full)

@@ -1,0 +1,179 @@
+"""Stage one: a corpus and a frozen target in, a cache out.
+
+    rank 0                                        the other ranks
+    lock the cache, tokenise, plan, compare  ──►  read the plan
+    load the target                               load the target
+    create the cache: bundle, probe          ──►  compare the probe
+    capture shards 0, 0 + dp, …                   capture theirs
+    wait for all, complete the cache         ◄──  tell that they are done
+
+Where a rank waits for another it waits for a file (`launch.py`).
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from pipeline.cache.bundle import save_bundle
+from pipeline.cache.commit import committed_shards, complete, remove_leftovers
+from pipeline.cache.layout import MANIFEST, target_folder, tokenizer_folder
+from pipeline.cache.manifest import Manifest, create_or_compare, read_marker
+from pipeline.capture.identity import manifest_of
+from pipeline.capture.launch import Launch
+from pipeline.capture.shards import Work, capture_shards
+from pipeline.config.load import to_yaml
+from pipeline.config.schema import Config
+from pipeline.corpus.chat import load_tokenizer
+from pipeline.corpus.plan import plan_shards
+from pipeline.corpus.prepare import prepare
+from pipeline.corpus.prepared import PreparedCorpus
+from pipeline.errors import CacheError, ConfigError
+from pipeline.runtime.files import FolderLock, write_json
+from pipeline.runtime.logs import Progress
+from pipeline.runtime.provenance import provenance
+from pipeline.runtime.ranks import Ranks
+from pipeline.target.head import bundle_of
+from pipeline.target.load import Target, load_target
+from pipeline.target.probe import PROBE_FILE, check_padding, compare_probe, probe_states, save_probe
+
+log = logging.getLogger(__name__)
+
+
+def capture(config: Config, ranks: Ranks) -> None:
+    """Capture the corpus of `config.data` into `config.capture.path`, or what is still missing there; every rank calls this.
+
+    Raises `CacheMismatchError` when the folder holds a cache of something else, `CacheLockedError` when another capture writes it.
+    """
+    if config.capture.path is None:
+        raise ConfigError("capture.path is not set: give the folder of the cache to write.")
+    cache = Path(config.capture.path).expanduser()
+    launch = Launch(cache, ranks)
+    with launch.failures_told():
+        if ranks.is_main:
+            _make_folder(cache)
+        with FolderLock(cache) if ranks.is_main else nullcontext():
+            began = time.monotonic()
+            if ranks.is_main:
+                _plan(config, cache, launch)
+            work, pending = _work(config, cache, launch, ranks)
+            if pending:
+                _capture_pending(config, work, pending)
+            launch.tell(f"done-{ranks.rank}", True)
+            if ranks.is_main:
+                for rank in range(1, ranks.world_size):
+                    launch.hear(f"done-{rank}", f"the shards of rank {rank}")
+                done = complete(cache)
+                _summarise(work, done, pending, time.monotonic() - began)
+                launch.end()
+
+
+def _make_folder(cache: Path) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CacheError(f"capture.path {cache} cannot be made: {error}. Give a folder that can be written.") from error
+
+
+def _plan(config: Config, cache: Path, launch: Launch) -> None:
+    """Rank 0: prepare the corpus, take the identity, compare it with a cache that is there, and tell the others what to do."""
+    corpus = prepare(config)
+    shards = plan_shards(corpus.num_tokens, config.capture.shard_tokens)
+    manifest = manifest_of(config, corpus, len(shards))
+    if (cache / MANIFEST).exists():
+        create_or_compare(cache, manifest)  # a refusal comes before the target is loaded
+    remove_leftovers(cache)
+    done = committed_shards(cache)
+    pending = [number for number in range(len(shards)) if number not in done]
+    if done:
+        log.info("%d of %d shards are there already", len(done), len(shards))
+    _keep_provenance(config, cache, launch)
+    launch.tell("plan", {"prepared": str(corpus.path.absolute()), "manifest": manifest.model_dump(mode="json"), "pending": pending})
+
+
+def _keep_provenance(config: Config, cache: Path, launch: Launch) -> None:
+    """What ran: one file a launch, in the cache's folder and no part of its identity."""
+    folder = cache / "provenance"
+    folder.mkdir(exist_ok=True)
+    write_json(folder / f"{time.strftime('%Y%m%dT%H%M%S')}-{launch.token}.json", provenance(to_yaml(config)))
+
+
+def _work(config: Config, cache: Path, launch: Launch, ranks: Ranks) -> tuple[Work, list[int]]:
+    """The plan as every rank reads it, and the shards that are not committed yet."""
+    plan = launch.hear("plan", "the tokenised corpus and the plan of rank 0")
+    corpus = PreparedCorpus.open(plan["prepared"])
+    lengths = corpus.num_tokens
+    work = Work(
+        cache=cache,
+        manifest=Manifest.model_validate(plan["manifest"]),
+        corpus=corpus,
+        lengths=lengths,
+        shards=plan_shards(lengths, config.capture.shard_tokens),
+        batch_tokens=config.capture.batch_tokens,
+        launch=launch,
+        ranks=ranks,
+    )
+    return work, plan["pending"]
+
+
+def _capture_pending(config: Config, work: Work, pending: Sequence[int]) -> None:
+    """Load the target, make sure that it is the right one, and capture this group's share of the pending shards."""
+    ranks = work.ranks
+    target = load_target(config.model.target, ranks, work.manifest.layer_ids, config.capture.final)
+    _warn_of_long_samples(target, int(work.lengths.max()))
+    check_padding(target)
+    _create(config, work, target)
+
+    mine = pending[ranks.dp_rank :: ranks.dp_size]
+    label = "capturing" if ranks.dp_size == 1 else f"capturing (the first of {ranks.dp_size} groups)"
+    with Progress(sum(work.num_tokens(shard) for shard in mine), "tokens", label, ranks.is_main) as progress:
+        capture_shards(work, target, mine, progress)
+
+
+def _create(config: Config, work: Work, target: Target) -> None:
+    """Create the cache with what training needs of the target, or compare the live target with the one that it was captured from."""
+    ranks, folder = work.ranks, target_folder(work.cache)
+    live = probe_states(target)
+    # Gathering is a collective of the first group; the others have nothing to add.
+    bundle = bundle_of(target) if ranks.dp_rank == 0 else None
+    if ranks.is_main and bundle is not None:
+        create_or_compare(work.cache, work.manifest)
+        if not (folder / PROBE_FILE).exists():  # written last: with it, all of the folder is there
+            save_bundle(folder, bundle)
+            load_tokenizer(config.model.target).save_pretrained(tokenizer_folder(work.cache))
+            save_probe(folder, live)
+        work.launch.tell("created", True)
+    work.launch.hear("created", "the cache and the target's bundle")
+    compare_probe(folder, live, target.dtype)
+
+
+def _warn_of_long_samples(target: Target, longest: int) -> None:
+    if target.max_positions is not None and longest > target.max_positions:
+        log.warning(
+            "the longest sample has %d tokens and the target's config names %d positions: unless its rotary embedding is scaled, states "
+            "beyond are poor; consider data.max_tokens=%d",
+            longest,
+            target.max_positions,
+            target.max_positions,
+        )
+
+
+def _summarise(work: Work, done: Manifest, pending: Sequence[int], seconds: float) -> None:
+    assert done.totals is not None
+    files = [read_marker(work.cache, number)[0].files for number in range(done.num_shards)]
+    stored = sum(record.size for shard in files for path, record in shard.items() if path.startswith("hidden.zarr/"))
+    raw = done.totals.tokens * sum(work.manifest.spec(name).width * work.manifest.spec(name).item_bytes for name in work.manifest.arrays)
+    captured = sum(work.num_tokens(shard) for shard in pending)
+    log.info(
+        "cache complete: %d samples, %d tokens, %d shards; hidden states %.3f GB, %.3f of raw, %.0f bytes a token; in %s",
+        done.totals.samples,
+        done.totals.tokens,
+        done.num_shards,
+        stored / 1e9,
+        stored / raw,
+        stored / done.totals.tokens,
+        work.cache,
+    )
+    if captured:
+        log.info("this run: %d tokens in %.1f s, loading included: %.0f tokens/s", captured, seconds, captured / seconds)
