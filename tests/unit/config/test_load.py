@@ -1,0 +1,201 @@
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config.load import Stage, load_config, to_yaml
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+
+CAPTURE = {
+    "name": "tiny",
+    "model": {"target": {"path": "some/target", "dtype": "float32"}},
+    "data": {"train_ds": {"input_cfg": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}},
+    "capture": {"path": "cache"},
+}
+
+
+def write(folder: Path, content: object) -> str:
+    path = folder / "config.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return str(path)
+
+
+def faults(path: str, overrides: Sequence[str] = (), stage: Stage = "capture") -> list[str]:
+    """Every listed fault, after checking that the count in the first line is right."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(stage, path, overrides)
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith(f"{path}: {len(lines)} fault")
+    return [line.strip() for line in lines]
+
+
+def test_file_overrides_and_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, CAPTURE)
+    config = load_config(
+        "capture", path, ["model.target.tp_size=2", "data.max_tokens=99", "model.optim.lr=1e-3", "model.draft.block_size=8"]
+    )
+    assert config.name == "tiny"
+    assert config.model.target.dtype == "float32"
+    assert config.model.target.tp_size == 2
+    assert config.data.max_tokens == 99
+    assert config.model.optim.lr == 1e-3
+    assert config.model.optim.betas == (0.9, 0.95)
+    assert [source.path for source in config.data.train_ds.input_cfg] == ["a.jsonl", "b.jsonl"]
+
+
+def test_overrides_of_lists_mappings_null_and_whole_sections(tmp_path: Path) -> None:
+    path = write(tmp_path, CAPTURE)
+    config = load_config(
+        "capture",
+        path,
+        [
+            "model.target.layer_ids=[1,3]",
+            "model.target.chat_template_kwargs.enable_thinking=false",
+            "model.target.chat_template_kwargs.note=a=b",
+            "data.train_ds.input_cfg.1.path=c.jsonl",
+            "trainer.gradient_clip_val=null",
+            "trainer={seed: 5}",
+            "trainer.log_every_n_steps=3",
+            "data.validation_ds.datasets.easy.input_cfg=[{path: v.jsonl}]",
+        ],
+    )
+    assert config.model.target.layer_ids == (1, 3)
+    assert config.model.target.chat_template_kwargs == {"enable_thinking": False, "note": "a=b"}
+    assert [source.path for source in config.data.train_ds.input_cfg] == ["a.jsonl", "c.jsonl"]
+    assert config.trainer.gradient_clip_val is None
+    assert (config.trainer.seed, config.trainer.log_every_n_steps) == (5, 3)
+    assert config.data.validation_ds.datasets["easy"].input_cfg[0].path == "v.jsonl"
+
+
+def test_interpolation_reaches_defaults_other_fields_and_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACE", "elsewhere")
+    content = CAPTURE | {
+        "capture": {"path": "${oc.env:PLACE}/${name}-${data.max_tokens}"},
+        "evaluate": {"input_cfg": "${data.train_ds.input_cfg}"},
+    }
+    path = write(tmp_path, content)
+    config = load_config("capture", path, ["name=other"])
+    assert config.capture.path == "elsewhere/other-4096"
+    assert config.evaluate.input_cfg == config.data.train_ds.input_cfg
+    assert load_config("capture", path, ["data.cache=${name}-cache"]).data.cache == "tiny-cache"
+
+
+def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
+    config = load_config("capture", write(tmp_path, yaml.safe_dump(CAPTURE) + "trainer:\n"), [])
+    assert config.trainer == Config().trainer
+
+
+def test_every_fault_at_once_with_paths_and_suggestions(tmp_path: Path) -> None:
+    content = {
+        "model": {
+            "target": {"dtyp": "bfloat16", "tp_size": 0},
+            "draft": {"block_size": "many", "sliding_window": "${nowhere.x}"},
+            "optim": {"lr": -1},
+        },
+        "max_stepz": 3,
+        "lr": 0.1,
+        "data": {"train_ds": {"input_cfg": [{"pth": "a"}, 3]}},
+        "trainer": {"max_steps": 3, "max_epochs": 3, "devices": None},
+        "zzz": {},
+    }
+    found = faults(write(tmp_path, content), ["trainer.log_every=3", "capture.codec=zip", "nonsense", "name.x=1", "trainer.seed=["])
+    expected = [
+        ("trainer.log_every: unknown field", "did you mean trainer.log_every_n_steps?"),
+        ("nonsense:", "a.b=value"),
+        ("name.x: unknown field", "name is a value"),
+        ("trainer.seed:", "not a YAML value"),
+        ("model.draft.sliding_window:", "nowhere.x"),
+        ("model.target.dtyp: unknown field", "did you mean model.target.dtype?"),
+        ("model.target.tp_size:", "greater than or equal to 1; found 0"),
+        ("model.draft.block_size:", "found 'many'"),
+        ("model.optim.lr:", "greater than 0; found -1"),
+        ("max_stepz: unknown field", "did you mean trainer.max_steps?"),
+        ("lr: unknown field", "did you mean model.optim.lr?"),
+        ("data.train_ds.input_cfg.0.path:", "not set"),
+        ("data.train_ds.input_cfg.0.pth: unknown field", "did you mean data.train_ds.input_cfg.0.path?"),
+        ("data.train_ds.input_cfg.1:", "expected a section"),
+        ("trainer:", "max_steps and max_epochs are both set"),
+        ("capture.codec:", "'lossless' or 'raw'; found 'zip'"),
+        ("zzz: unknown field", "the configuration has name, model, data"),
+    ]
+    for start, rest in expected:
+        assert any(fault.startswith(start) and rest in fault for fault in found), (start, rest, found)
+    assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train_ds.input_cfg.2.path=x", "the list has 2 entries"),
+        ("data.train_ds.input_cfg.first.path=x", "indexed by a number"),
+        ("model.target.paths=x", "did you mean model.target.path?"),
+        ("modle.target.path=x", "did you mean model?"),
+        ("=x", "unknown field"),
+        ("model.target.chat_template_kwargs.a=[1]", "found [1]"),
+        ("evaluate.input_cfg.0.path=x", "override it as a whole"),
+    ],
+)
+def test_overrides_must_name_existing_fields(tmp_path: Path, override: str, message: str) -> None:
+    path = write(tmp_path, CAPTURE | {"evaluate": {"input_cfg": "${data.train_ds.input_cfg}"}})
+    (fault,) = faults(path, [override])
+    assert message in fault
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "missing"),
+    [
+        ("corpus", [], ["model.target.path", "data.train_ds.input_cfg"]),
+        ("capture", [], ["model.target.path", "data.train_ds.input_cfg", "capture.path"]),
+        ("train", [], ["data.cache", "model.draft.mask_token_id", "trainer.max_steps"]),
+        ("train", ["capture.path=c", "trainer.max_epochs=1"], ["model.draft.mask_token_id"]),
+        (
+            "train",
+            ["data.mode=online", "trainer.max_steps=1"],
+            ["model.target.path", "data.train_ds.input_cfg", "model.draft.mask_token_id"],
+        ),
+        ("evaluate", ["model.target.path=t"], ["evaluate.input_cfg"]),
+    ],
+)
+def test_what_a_stage_cannot_do_without(tmp_path: Path, stage: Stage, overrides: list[str], missing: list[str]) -> None:
+    found = faults(write(tmp_path, "{}"), overrides, stage)
+    assert [fault.partition(":")[0] for fault in found] == missing
+    assert all("not set, and" in fault for fault in found)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("a: [", "cannot be read as YAML"), ("- 1", "holds a list"), ("name: a\nname: b", "duplicate key"), (None, "no such")],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, content: str | None, message: str) -> None:
+    path = write(tmp_path, content) if content is not None else str(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=message):
+        load_config("capture", path, [])
+
+
+def test_the_resolved_yaml_reads_back_to_the_same_configuration(tmp_path: Path) -> None:
+    config = load_config("capture", write(tmp_path, CAPTURE), ["model.optim.eps=1e-12", "exp_manager.explicit_log_dir=runs/${name}"])
+    again = load_config("capture", write(tmp_path, to_yaml(config)), [])
+    assert again == config
+    assert "runs/tiny" in to_yaml(config)
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().trainer.max_steps = 3  # type: ignore[misc]
+
+
+def test_loading_and_help_import_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from pipeline.config.load import load_config, describe_fields\n"
+        "from pipeline.runtime.stage import run_stage\n"
+        f"load_config('capture', {write(tmp_path, CAPTURE)!r}, []); describe_fields()\n"
+        "assert run_stage('capture', print, ['--help']) == 0\n"
+        "print(sorted({'torch', 'numpy', 'transformers', 'accelerate'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
