@@ -68,6 +68,8 @@ def save_checkpoint(
         save_file(moments, fresh / "optimizer.safetensors")
         save_file(_rng_states(), fresh / "rng.safetensors")
         write_json(fresh / "state.json", {"format": FORMAT, **asdict(state), "fingerprint": fingerprint})
+        for file in fresh.glob("*.safetensors"):
+            shutil.copymode(fresh / "state.json", file)  # safetensors lets nobody but the owner read what it writes
     return path
 
 

@@ -27,7 +27,7 @@ from pipeline.runtime.ranks import Ranks
 from pipeline.target.folder import read_config, target_fields
 from pipeline.target.forward import forward_hidden
 from pipeline.target.head import bundle_of
-from pipeline.target.layers import default_layer_ids
+from pipeline.target.layers import resolve_layer_ids
 from pipeline.target.load import DTYPES, Target, load_target
 from pipeline.target.probe import check_padding
 from pipeline.train.feed import Order, Source
@@ -126,10 +126,8 @@ def open_live(config: Config, ranks: Ranks) -> TrainingData:
     """
     corpus = _prepared(config, ranks)
     section = config.model.target
-    layer_ids = config.model.draft.target_layer_ids or section.layer_ids
-    if layer_ids is None:
-        text = read_config(section).get_text_config(decoder=True)
-        layer_ids = default_layer_ids(text.num_hidden_layers, config.model.draft.num_hidden_layers)
+    num_layers = read_config(section).get_text_config(decoder=True).num_hidden_layers
+    layer_ids = config.model.draft.target_layer_ids or resolve_layer_ids(section, config.model.draft, num_layers)
     target = load_target(section, ranks, layer_ids, final=False)
     check_padding(target)
     samples = [corpus.sample(i) for i in range(len(corpus))]

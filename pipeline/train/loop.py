@@ -139,7 +139,8 @@ def _start(config: Config, ranks: Ranks, folder: Path, newest: Path | None) -> t
     if newest is not None:
         state = load_checkpoint(newest, draft, optimizer, fingerprint)
         log.info("going on from %s: %d steps done, %d samples seen", newest, state.step, state.samples_seen)
-    accelerator = start_accelerator(config.trainer.precision, folder if config.exp_manager.create_tensorboard_logger else None)
+    board = folder / "tensorboard" if config.exp_manager.create_tensorboard_logger else None
+    accelerator = start_accelerator(config.trainer.precision, board)
     accelerator.init_trackers(config.name)
     compute = torch.bfloat16 if config.trainer.precision == "bf16-mixed" else torch.float32
     learner = Learner(
@@ -183,7 +184,7 @@ def _steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     accumulate = trainer.accumulate_grad_batches
     batches = feed.micro_batches(run.order, state.position, ranks.dp_rank, ranks.dp_size, accumulate)
     clock = Clock(feed)
-    with _sigterm() as asked, Progress(run.num_steps - state.step, "steps", "training", ranks.is_main) as progress:
+    with _sigterm() as asked, Progress(run.num_steps, "steps", "training", ranks.is_main, done=state.step) as progress:
         while state.step < run.num_steps:
             rate = learning_rate(run.config.model.optim, state.step, run.num_steps)
             step = train_step(run.learner, batches, accumulate, rate, trainer.gradient_clip_val, bool(asked))

@@ -44,7 +44,7 @@ class Learner:
 def start_accelerator(precision: Literal["fp32", "bf16-mixed"], tensorboard: Path | None = None) -> Accelerator:
     """Accelerate for one run: how the draft is wrapped for several ranks, autocast, and trackers. Weights stay as they are, float32.
 
-    `tensorboard` is the folder of the run if event files are wanted. Raises `ConfigError` when TensorBoard is not installed.
+    `tensorboard` is the folder for event files, if they are wanted. Raises `ConfigError` when TensorBoard is not installed.
     """
     if tensorboard is not None and find_spec("tensorboard") is None:
         raise ConfigError("exp_manager.create_tensorboard_logger is true, and tensorboard is not installed: pip install tensorboard.")
@@ -54,7 +54,7 @@ def start_accelerator(precision: Literal["fp32", "bf16-mixed"], tensorboard: Pat
         mixed_precision="bf16" if precision == "bf16-mixed" else "no",
         log_with="tensorboard" if tensorboard is not None else None,
         project_dir=tensorboard,
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
 
 
