@@ -15,17 +15,13 @@ from pipeline.runtime.files import atomic_file
 from pipeline.runtime.logs import Progress
 
 
-def write_answers(
-    model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], path: Path, *, max_new_tokens: int, batch_size: int
-) -> int:
+def write_answers(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], path: Path, *, max_new_tokens: int, batch_size: int) -> int:
     """Answer the last user turn of every row and write the rows, answers added, to `path` as JSONL in their order.
 
     `model` and `tokenizer` are transformers' own; rows hold OpenAI `messages`. Prompts of like length share a batch.
     Returns the number of tokens generated. An answer holds at most `max_new_tokens` tokens.
     """
-    prompts = [
-        tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False) for row in rows
-    ]
+    prompts = [tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False) for row in rows]
     stop_ids = _stop_ids(model, tokenizer)
     answers: dict[int, list[int]] = {}
     order = sorted(range(len(rows)), key=lambda row: len(prompts[row]))
@@ -34,7 +30,7 @@ def write_answers(
             batch = order[first : first + batch_size]
             for row, ids in zip(batch, _generate(model, [prompts[row] for row in batch], max_new_tokens, stop_ids), strict=True):
                 answers[row] = ids
-            progress.update(len(batch))
+            progress.advance(len(batch))
     with atomic_file(path) as file:
         for index, row in enumerate(rows):
             ids = answers[index]
