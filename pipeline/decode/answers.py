@@ -32,12 +32,12 @@ def write_answers(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], pa
                 answers[row] = ids
             progress.advance(len(batch))
     with atomic_file(path) as file:
-        for index, row in enumerate(rows):
+        for index, asked in enumerate(rows):
             ids = answers[index]
             text = tokenizer.decode(ids, skip_special_tokens=True)
             record = {
-                **row,
-                "messages": [*row["messages"], {"role": "assistant", "content": text}],
+                **asked,
+                "messages": [*asked["messages"], {"role": "assistant", "content": text}],
                 "finish_reason": "stop" if ids[-1] in stop_ids else "length",
             }
             file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
