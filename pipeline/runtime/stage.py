@@ -41,7 +41,8 @@ def run_stage(stage: Stage, main: Main | Mapping[str, Main], argv: Sequence[str]
         log_to_file("stopped by an error that is not the user's", with_traceback=True)
         raise
     finally:
-        gc.collect()  # a device mesh that lives until the interpreter ends can abort it there (torch 2.13, gloo)
+        if "WORLD_SIZE" in os.environ:
+            gc.collect()  # a device mesh that lives until the interpreter ends can abort it there (torch 2.13, gloo)
     return 0
 
 

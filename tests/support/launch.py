@@ -124,10 +124,14 @@ def accelerate_launch(
     timeout: float = 120,
     check: bool = True,
 ) -> Finished:
-    """`accelerate launch OPTIONS SCRIPT ARGS`; by default the form that really gives two CPU ranks."""
-    options = options if options is not None else ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--tee", "3")
+    """`accelerate launch OPTIONS SCRIPT ARGS`. Without OPTIONS it takes the form that really gives two CPU ranks."""
+    if options is None:
+        options, env = (
+            ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--tee", "3"),
+            {"ACCELERATE_USE_CPU": "true", **(env or {})},
+        )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(free_port()), *options]
-    return _finish([[*command, str(REPOSITORY / script), *args]], [{"ACCELERATE_USE_CPU": "true", **(env or {})}], timeout, check)
+    return _finish([[*command, str(REPOSITORY / script), *args]], [env or {}], timeout, check)
 
 
 def _enter(fn: Callable[..., Any], rank: int, world_size: int, folder: str, seconds: float, args: tuple[Any, ...]) -> None:
