@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from pipeline.cache.bundle import BUNDLE_FILES
-from pipeline.cache.index import Index, build_index, write_index
+from pipeline.cache.index import Index, build_index, index_file, write_index
 from pipeline.cache.layout import (
     GROUP_JSON,
     MARKER,
@@ -112,12 +112,14 @@ def complete(cache: Path) -> Manifest:
     if absent:
         raise CacheError(f"{target_folder(cache)} lacks {absent}, which training needs of the target. Save the target's bundle first.")
     index = build_index(cache, manifest)
-    write_index(cache, index)
+    data = index_file(index)
+    write_index(cache, data)
     done = manifest.model_copy(
         update={
             "state": "complete",
             "totals": _totals(index),
-            "index_sha256": index.content_sha256(),
+            "index": FileRecord(size=len(data), sha256=hashlib.sha256(data).hexdigest()),
+            "index_content_sha256": index.content_sha256(),
             "target_files": {
                 str(path.relative_to(target_folder(cache))): FileRecord(size=path.stat().st_size, sha256=file_digest(path))
                 for path in sorted(target_folder(cache).rglob("*"))

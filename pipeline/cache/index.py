@@ -1,13 +1,15 @@
 """`index.arrow`: one row a sample, and the size of every file, so that opening a cache opens one file and not thousands.
 
-It holds nothing that the shards do not hold, and is made again from them when it is missing. The manifest
-records the sha256 of its contents (columns and metadata, not of the file), so an index that was altered or belongs to other
-shards is noticed on opening.
+It holds nothing that the shards do not hold, and is made again from them when it is missing. The manifest records the sha256
+of the file, so that an index that was altered or belongs to other shards is noticed on opening, and one of what it says, so
+that an index made again by another Arrow version can be compared too.
 """
 
 import base64
+import contextlib
 import hashlib
 import json
+import logging
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,8 @@ from pipeline.cache.manifest import Manifest, canonical, read_marker
 from pipeline.cache.samples import SPAN, ShardSamples, column_field, offsets_of
 from pipeline.errors import CacheCorruptError
 from pipeline.runtime.files import atomic_file
+
+log = logging.getLogger(__name__)
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -199,24 +203,48 @@ def size_faults(folder: Path, sizes: dict[str, int]) -> list[str]:
     return faults
 
 
-def write_index(cache: Path, index: Index) -> None:
+def index_file(index: Index) -> bytes:
+    """The whole of `index.arrow`."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, index.table.schema) as writer:
+        writer.write_table(index.table, max_chunksize=max(1, len(index)))
+    return sink.getvalue().to_pybytes()
+
+
+def write_index(cache: Path, data: bytes) -> None:
     """Write `index.arrow` in one step; two processes that do so at once write the same."""
-    with atomic_file(cache / INDEX) as stream:
-        file: Any = stream
-        with pa.ipc.new_file(file, index.table.schema) as writer:
-            writer.write_table(index.table, max_chunksize=max(1, len(index)))
+    with atomic_file(cache / INDEX) as file:
+        file.write(data)
 
 
-def load_index(cache: Path) -> Index | None:
-    """The index as it lies there, memory-mapped; None when it is missing. `CacheCorruptError` if it is not one."""
-    path = cache / INDEX
+def load_index(cache: Path, manifest: Manifest) -> Index:
+    """The index of a complete cache, memory-mapped; made again when it is missing.
+
+    `CacheCorruptError` if the file is not the one that the manifest records, or the shards are not those that it was made from.
+    """
+    path = inside(cache, cache / INDEX)
     if not path.exists():
-        return None
+        return _index_made_again(cache, manifest)
     try:
         with pa.memory_map(str(path)) as source:
+            if manifest.index is None or hashlib.sha256(source.read_buffer()).hexdigest() != manifest.index.sha256:
+                raise CacheCorruptError(f"{path} is not the index that the manifest records. Delete it; it is made again from the shards.")
             return _index_of(pa.ipc.open_file(source).read_all())
-    except (pa.ArrowInvalid, OSError, ValueError, KeyError, TypeError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise CacheCorruptError(f"{path} cannot be read: {error}. Delete it; it is made again from the shards.") from error
+
+
+def _index_made_again(cache: Path, manifest: Manifest) -> Index:
+    index = build_index(cache, manifest)
+    if index.content_sha256() != manifest.index_content_sha256:
+        raise CacheCorruptError(f"{cache / INDEX} is missing, and the shards are not those that the manifest was completed with.")
+    data = index_file(index)
+    if manifest.index is not None and hashlib.sha256(data).hexdigest() == manifest.index.sha256:
+        with contextlib.suppress(OSError):  # a cache on a read-only disk is used with the index in memory
+            write_index(cache, data)
+    else:
+        log.warning("%s is missing, and this Arrow version does not write it as it was: it is made again at every opening", cache / INDEX)
+    return index
 
 
 def _index_of(table: pa.Table) -> Index:

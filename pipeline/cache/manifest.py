@@ -61,7 +61,8 @@ class Manifest(Sealed):
     final: bool = Field(description="whether the state before the target's final norm is kept, as the array `final`")
     num_shards: int = Field(ge=1)
     totals: Totals | None = Field(None, description="once complete")
-    index_sha256: str | None = Field(None, description="of the contents of index.arrow, once complete")
+    index: FileRecord | None = Field(None, description="index.arrow, once complete")
+    index_content_sha256: str | None = Field(None, description="of what index.arrow says, whichever Arrow version writes it; once complete")
     target_files: dict[str, FileRecord] | None = Field(None, description="files under target/ by relative path, once complete")
 
     @property
@@ -184,7 +185,8 @@ def _shown(value: JsonValue) -> str:
 
 
 _SAMPLE_FIELDS = {"samples_identity"}
-_PROGRESS_FIELDS = {"state", "totals", "index_sha256", "target_files"}
+PROGRESS_FIELDS = {"state", "totals", "index", "index_content_sha256", "target_files"}
+"""What changes as a cache is filled; all other fields are fixed when it is created."""
 
 
 def create_or_compare(cache: Path, manifest: Manifest) -> Manifest:
@@ -201,7 +203,7 @@ def create_or_compare(cache: Path, manifest: Manifest) -> Manifest:
     found = read_manifest(cache)
     ours, theirs = manifest.model_dump(mode="json"), found.model_dump(mode="json")
     different = [
-        difference for name in sorted(ours.keys() - _PROGRESS_FIELDS) for difference in Difference.between(name, theirs[name], ours[name])
+        difference for name in sorted(ours.keys() - PROGRESS_FIELDS) for difference in Difference.between(name, theirs[name], ours[name])
     ]
     if different:
         raise CacheMismatchError(_mismatch(cache, different))

@@ -4,6 +4,7 @@ Files are opened when first needed, each process for itself. A cache has more ar
 least recently used are let go; `samples.arrow` files are memory-mapped, cost no descriptor, and stay.
 """
 
+import hashlib
 import os
 import threading
 from collections import OrderedDict
@@ -14,10 +15,23 @@ from numpy.typing import NDArray
 
 from pipeline.cache.codec import Bits, decode_chunk, index_bytes, take_rows, unpack_index
 from pipeline.cache.index import Index
-from pipeline.cache.layout import CHUNK_TOKENS, SAMPLES, ArraySpec, array_data, inside, num_chunks, shard_folder
+from pipeline.cache.layout import (
+    CHUNK_TOKENS,
+    GROUP_JSON,
+    MARKER,
+    SAMPLES,
+    ArraySpec,
+    array_data,
+    array_json,
+    group_metadata,
+    inside,
+    num_chunks,
+    shard_folder,
+)
 from pipeline.cache.manifest import Manifest
 from pipeline.cache.samples import ShardSamples
 from pipeline.errors import CacheCorruptError
+from pipeline.runtime.files import file_digest
 
 OPEN_ARRAYS = 256
 """Array files that a process keeps open."""
@@ -35,16 +49,19 @@ class OpenFiles:
         self._lock = threading.Lock()
         self._arrays: OrderedDict[tuple[int, str], ArrayFile] = OrderedDict()
         self._samples: dict[int, ShardSamples] = {}
+        self._compared: set[tuple[int, str]] = set()
         self._last = _LastChunk()
 
     def samples(self, shard: int) -> ShardSamples:
-        """The shard's `samples.arrow`, its checksum compared when it is first opened."""
+        """The shard's `samples.arrow`; when it is first opened, its checksum and that of the shard's marker are compared."""
         if self._process != os.getpid():
             self._start()
         found = self._samples.get(shard)
         if found is None:
-            path = inside(self._cache, shard_folder(self._cache, shard) / SAMPLES)
-            found = self._samples.setdefault(shard, ShardSamples.open(path, self._index.shards[shard].samples_sha256))
+            path, entry = inside(self._cache, shard_folder(self._cache, shard) / SAMPLES), self._index.shards[shard]
+            self._compare(shard, MARKER, entry.marker_sha256)
+            self._compare(shard, GROUP_JSON, hashlib.sha256(group_metadata().encode()).hexdigest())
+            found = self._samples.setdefault(shard, ShardSamples.open(path, entry.samples_sha256))
         return found
 
     def read_rows(self, shard: int, array: str, start: int, out: Bits) -> None:
@@ -67,14 +84,26 @@ class OpenFiles:
                 self._arrays.move_to_end(key)
                 return found
         # Opened outside the lock: on a network disk this takes milliseconds, and at worst two threads open the same file.
-        entry = self._index.shards[shard]
+        entry, spec = self._index.shards[shard], self._manifest.spec(array)
+        if key not in self._compared:
+            self._compare(shard, array_json(array), hashlib.sha256(spec.metadata(entry.num_tokens).encode()).hexdigest())
+            self._compared.add(key)
         path = inside(self._cache, shard_folder(self._cache, shard) / array_data(array))
-        opened = ArrayFile(path, self._manifest.spec(array), entry.num_tokens, entry.sizes[array_data(array)])
+        opened = ArrayFile(path, spec, entry.num_tokens, entry.sizes[array_data(array)])
         with self._lock:
             self._arrays[key] = opened
             if len(self._arrays) > OPEN_ARRAYS:
                 self._arrays.popitem(last=False)
         return opened
+
+    def _compare(self, shard: int, name: str, sha256: str) -> None:
+        path = inside(self._cache, shard_folder(self._cache, shard) / name)
+        try:
+            found = file_digest(path)
+        except OSError as error:
+            raise CacheCorruptError(f"{path} is missing ({error.strerror}). Restore it from a copy, or capture the shard again.") from error
+        if found != sha256:
+            raise CacheCorruptError(f"{path} was altered: its checksum is wrong. Restore it from a copy, or capture the shard again.")
 
 
 class ArrayFile:

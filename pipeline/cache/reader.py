@@ -1,11 +1,10 @@
 """Opens a complete cache and reads samples from it.
 
 Opening compares sizes; reading compares checksums, so nothing is ever read as zeros or as something else than was written:
-the manifest's seal, the index against the manifest, `samples.arrow` and the chunk index of an array when they are first opened, every
-chunk when it is unpacked, the target's files when they are loaded.
+the manifest's seal, the index against the manifest, a shard's marker, samples, metadata and chunk indices when they are first
+opened, every chunk when it is unpacked, the target's files when they are loaded.
 """
 
-import contextlib
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +15,10 @@ import torch
 from pipeline.cache.bundle import load_bundle
 from pipeline.cache.codec import new_states
 from pipeline.cache.commit import committed_shards
-from pipeline.cache.index import Index, build_index, load_index, size_faults, write_index
+from pipeline.cache.index import Index, load_index, size_faults
 from pipeline.cache.layout import (
     FINAL,
     GROUP_JSON,
-    INDEX,
     MARKER,
     SAMPLES,
     array_data,
@@ -31,7 +29,7 @@ from pipeline.cache.layout import (
     target_folder,
     tokenizer_folder,
 )
-from pipeline.cache.manifest import Manifest, canonical, read_manifest
+from pipeline.cache.manifest import PROGRESS_FIELDS, Manifest, canonical, read_manifest
 from pipeline.cache.openfiles import OpenFiles
 from pipeline.errors import CacheCorruptError, CacheError, CacheMismatchError
 from pipeline.records import CapturedSample, TargetBundle
@@ -62,7 +60,7 @@ class Cache:
                 f"{cache} is not complete: {done} of {manifest.num_shards} shards are captured. Run capture again; it goes on."
             )
         arrays = _wanted(cache, manifest, layer_ids, final)
-        index = _checked_index(cache, manifest)
+        index = load_index(cache, manifest)
         _check_sizes(cache, manifest, index, arrays)
         return cls(cache, manifest, index)
 
@@ -101,7 +99,7 @@ class Cache:
 
     def digest(self) -> str:
         """sha256 of identities and committed checksums: equal for caches that hold the same, wherever and whenever written."""
-        manifest = self.manifest.model_dump(mode="json", exclude={"state", "totals", "index_sha256", "target_files"})
+        manifest = self.manifest.model_dump(mode="json", exclude=PROGRESS_FIELDS)
         return hashlib.sha256(canonical([manifest, [entry.marker_sha256 for entry in self.index.shards]])).hexdigest()
 
     def _check_target_files(self, start: str = "") -> None:
@@ -125,22 +123,6 @@ def _wanted(cache: Path, manifest: Manifest, layer_ids: Sequence[int] | None, fi
     return array_names(layers, final)
 
 
-def _checked_index(cache: Path, manifest: Manifest) -> Index:
-    """The index, made again if it is missing, and compared with the manifest either way."""
-    index = load_index(inside(cache, cache / INDEX))
-    if index is None:
-        index = build_index(cache, manifest)
-        if index.content_sha256() != manifest.index_sha256:
-            raise CacheCorruptError(f"{cache}: {INDEX} was missing, and the shards are not those that the manifest was completed with.")
-        with contextlib.suppress(OSError):  # a cache on a read-only disk is used with the index in memory
-            write_index(cache, index)
-    elif index.content_sha256() != manifest.index_sha256:
-        raise CacheCorruptError(f"{cache / INDEX} is not the index that the manifest records. Delete it; it is made again from the shards.")
-    if len(index.shards) != manifest.num_shards:
-        raise CacheCorruptError(f"{cache / INDEX} lists {len(index.shards)} shards, {manifest.num_shards} expected.")
-    return index
-
-
 def _check_sizes(cache: Path, manifest: Manifest, index: Index, arrays: tuple[str, ...]) -> None:
     """Of every file that a read of `arrays` may open, and of the target's; `CacheCorruptError` names the first few at fault."""
     names = (MARKER, SAMPLES, GROUP_JSON, *(path(name) for name in arrays for path in (array_json, array_data)))
@@ -150,7 +132,9 @@ def _check_sizes(cache: Path, manifest: Manifest, index: Index, arrays: tuple[st
 
     with ThreadPoolExecutor() as pool:
         faults = [fault for found in pool.map(of_shard, range(manifest.num_shards)) for fault in found]
-    faults += size_faults(target_folder(cache), {name: record.size for name, record in (manifest.target_files or {}).items()})
+    target = target_folder(cache)
+    target_sizes = {name: record.size for name, record in (manifest.target_files or {}).items() if inside(cache, target / name)}
+    faults += size_faults(target, target_sizes)
     if faults:
         more = f"\n… and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise CacheCorruptError("\n".join(faults[:5]) + more + "\nRestore these files from a copy, or capture the shards again.")

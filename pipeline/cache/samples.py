@@ -104,7 +104,7 @@ class ShardSamples:
                     raise CacheCorruptError(f"{path}: not the columns of samples.arrow, version {FORMAT_VERSION}. Capture the shard again.")
                 batch = reader.get_batch(0)
                 batch.validate(full=True)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise CacheCorruptError(f"{path} cannot be read as an Arrow file: {error}. Capture the shard again.") from error
         return cls(batch)
 
@@ -112,7 +112,7 @@ class ShardSamples:
         return int(self.batch.num_rows)
 
     def sample(self, position: int) -> TokenSample:
-        """The sample at `position` of the shard; its arrays are read-only views of the file."""
+        """The sample at `position` of the shard."""
         row = self.batch.slice(position, 1)
         spans = row.column("loss_mask").flatten()
         return TokenSample(
@@ -120,6 +120,6 @@ class ShardSamples:
             source=row.column("source")[0].as_py(),
             row=row.column("row")[0].as_py(),
             split=row.column("split")[0].as_py(),
-            input_ids=row.column("input_ids").flatten().to_numpy(),
+            input_ids=row.column("input_ids").flatten().to_numpy().copy(),  # the file's own memory is read-only
             spans=np.stack([spans.field(0).to_numpy(), spans.field(1).to_numpy()], axis=1),
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.cache.commit import committed_shards
-from pipeline.cache.index import build_index, load_index, size_faults
+from pipeline.cache.index import build_index, size_faults
 from pipeline.cache.layout import (
     GROUP_JSON,
     INDEX,
@@ -95,27 +95,25 @@ def _file_faults(cache: Path, folder: Path, records: dict[str, FileRecord], full
     faults = []
     for name, record in records.items():
         path = folder / name
-        wrong = size_faults(folder, {name: record.size})
-        if wrong:
-            faults.append(_fault(cache, path, wrong[0]))
-            continue
         try:
-            if full and file_digest(inside(cache, path)) != record.sha256:
-                faults.append(_fault(cache, path, "its bytes were altered: another sha256 than was recorded"))
+            inside(cache, path)
+            problems = size_faults(folder, {name: record.size})
+            if full and not problems and file_digest(path) != record.sha256:
+                problems = ["its bytes were altered: another sha256 than was recorded."]
         except (OSError, CacheError) as error:
-            faults.append(_fault(cache, path, str(error)))
+            problems = [str(error)]
+        faults += [_fault(cache, path, problem) for problem in problems]
     return faults
 
 
 def _index_faults(cache: Path, manifest: Manifest, full: bool) -> list[Fault]:
-    try:
-        index = load_index(inside(cache, cache / INDEX))
-        if index is not None and index.content_sha256() != manifest.index_sha256:
-            return [Fault(INDEX, "is not the index that the manifest records; delete it, it is made again from the shards")]
-        if full and build_index(cache, manifest).content_sha256() != manifest.index_sha256:
-            return [Fault(MANIFEST, "the shards, each sound, are not those that the cache was completed with")]
-    except CacheError as error:
-        return [Fault(INDEX, str(error))]
+    path = cache / INDEX
+    if path.exists() and manifest.index is not None:
+        faults = _file_faults(cache, cache, {INDEX: manifest.index}, full=True)
+        if faults:
+            return [Fault(fault.file, f"{fault.problem} Delete it; it is made again from the shards.") for fault in faults]
+    if full and build_index(cache, manifest).content_sha256() != manifest.index_content_sha256:
+        return [Fault(MANIFEST, "the shards, each sound, are not those that the cache was completed with")]
     return []
 
 

@@ -1,0 +1,54 @@
+"""Whatever the lengths, the layers and the codec: what was captured is what is read."""
+
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.cache.reader import Cache
+from pipeline.cache.verify import verify
+from tests.support import caches
+
+edges = st.sampled_from([1, 2, 511, 512, 513, 1023, 1024, 1025])
+lengths = st.lists(st.one_of(st.integers(1, 700), edges), min_size=1, max_size=6)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    shards=st.lists(lengths, min_size=1, max_size=3),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    codec=st.sampled_from(["lossless", "raw"]),
+    layers=st.lists(st.integers(0, 30), min_size=1, max_size=3, unique=True),
+    final=st.booleans(),
+    max_tokens=st.one_of(st.none(), st.integers(1, 1100)),
+)
+def test_round_trip(
+    shards: list[list[int]],
+    dtype: Literal["bfloat16", "float16", "float32"],
+    codec: str,
+    layers: list[int],
+    final: bool,
+    max_tokens: int | None,
+) -> None:
+    written = [caches.captured(shard, seed=k, dtype=dtype, layers=layers, final=final) for k, shard in enumerate(shards)]
+    described = caches.manifest(len(shards), dtype=dtype, codec=codec, layer_ids=tuple(layers), final=final)
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Cache.open(caches.write_cache(Path(folder) / "c", written, described), final=final)
+        samples = [sample for shard in written for sample in shard]
+        assert len(cache) == len(samples)
+        for i, sample in enumerate(samples):
+            found = cache.read(i, final=final, max_tokens=max_tokens)
+            expected = sample.tokens.prefix(max_tokens or sample.tokens.num_tokens)
+            assert np.array_equal(found.tokens.input_ids, expected.input_ids)
+            assert np.array_equal(found.tokens.spans, expected.spans)
+            assert list(found.hidden) == layers
+            pairs = [(found.hidden[layer], sample.hidden[layer]) for layer in layers]
+            if final:
+                assert found.final is not None
+                assert sample.final is not None
+                pairs.append((found.final, sample.final))
+            assert all(caches.same_bits(state, whole[: expected.num_tokens]) for state, whole in pairs)
+        assert verify(cache.path, full=True) == []
