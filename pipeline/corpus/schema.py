@@ -1,5 +1,8 @@
-"""Columns of `samples.arrow` of a prepared corpus, and what is kept about its rows besides. `data_schemas/` shows the same."""
+"""Columns of a prepared corpus's `samples.arrow`. `python -m pipeline.corpus.schema DIR` writes them down, a test holds them equal."""
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -33,3 +36,18 @@ SAMPLES = pa.schema(
 # A part holds the same, with what is needed to find ids in place of ids.
 _FIRST: "list[pa.Field[Any]]" = [pa.field("own_id", pa.string()), pa.field("id_hash", pa.uint64(), nullable=False)]
 PART = pa.schema(_FIRST + [SAMPLES.field(i) for i in range(1, len(SAMPLES))])
+
+
+def schemas() -> dict[str, str]:
+    """File name in data_schemas/ and its text."""
+    columns = {
+        field.name: {"type": str(field.type), "nullable": field.nullable, "meaning": (field.metadata or {})[b"meaning"].decode()}
+        for field in SAMPLES
+    }
+    value = {"file": "samples.arrow of a prepared corpus: Arrow IPC file format", "format_version": FORMAT_VERSION, "columns": columns}
+    return {"prepared_samples.arrow.json": json.dumps(value, indent=2, ensure_ascii=False) + "\n"}
+
+
+if __name__ == "__main__":
+    for name, text in schemas().items():
+        Path(sys.argv[1], name).write_text(text)

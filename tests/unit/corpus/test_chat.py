@@ -89,7 +89,9 @@ def qwen3(messages: Messages, thoughts: Sequence[str], prompt_thinks: bool = Tru
     pieces: list[Piece] = []
     for i, message in enumerate(messages):
         last = i == len(messages) - 1
-        body = message["content"].split("</think>")[-1].lstrip("\n") if message["role"] == "assistant" else message["content"]
+        body = message["content"]
+        if last or "</think>" in body:
+            body = body.split("</think>")[-1].lstrip("\n")
         pieces.append((f"<|im_start|>{message['role']}\n", False))
         if last:
             pieces.append((f"<think>\n{thoughts[-1]}\n</think>\n\n", prompt_thinks))
