@@ -1,0 +1,104 @@
+"""Visibility, and that the tiles compute exactly what it says."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.draft import attention
+from pipeline.draft.attention import attend, plan_tiles, visible
+from pipeline.records import DraftBatch
+from tests.support.drafts import any_batch, small_config
+
+shapes = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 10**6),
+        "rows": st.integers(1, 3),
+        "tokens": st.integers(3, 40),
+        "blocks": st.integers(1, 9),
+        "packed": st.booleans(),
+        "block_size": st.integers(2, 5),
+        "window": st.none() | st.integers(5, 30),
+    }
+)
+
+
+def batch_of(shape: dict[str, int]) -> DraftBatch:
+    config = small_config(block_size=shape["block_size"])
+    return any_batch(shape["seed"], config, shape["rows"], shape["tokens"], shape["blocks"], bool(shape["packed"]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes)
+def test_visible_key_by_key(shape: dict[str, int]) -> None:
+    batch, size, window = batch_of(shape), shape["block_size"], shape["window"]
+    tokens = batch.input_ids.shape[1]
+    mask = visible(batch, size, window)
+    assert mask.shape == (batch.anchors.shape[0], 1, batch.anchors.shape[1] * size, tokens + batch.anchors.shape[1] * size)
+    for row, block in torch.cartesian_prod(torch.arange(mask.shape[0]), torch.arange(batch.anchors.shape[1])).tolist():
+        anchor, start = int(batch.anchors[row, block]), int(batch.document_start[row, block])
+        for slot in range(size):
+            expected = {tokens + block * size + other for other in range(size)}
+            if batch.block_valid[row, block]:
+                expected |= {j for j in range(start, anchor) if window is None or anchor + slot - j < window}
+            assert set(mask[row, 0, block * size + slot].nonzero().flatten().tolist()) == expected
+
+
+@pytest.mark.parametrize("backend", [attend, attention._portable])
+@settings(max_examples=25, deadline=None)
+@given(shape=shapes, heads=st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]), tile_queries=st.sampled_from([1, 12, 256]))
+def test_tiles_agree_with_the_dense_mask(
+    backend: Callable[..., torch.Tensor], shape: dict[str, int], heads: tuple[int, int], tile_queries: int
+) -> None:
+    batch, size, window = batch_of(shape), shape["block_size"], shape["window"]
+    (kv_heads, group), head_dim, (rows, blocks) = heads, 8, batch.anchors.shape
+    generator = torch.Generator().manual_seed(shape["seed"])
+    query = torch.randn(rows, kv_heads, blocks * size, group, head_dim, generator=generator, requires_grad=True)
+    own = [torch.randn(rows, kv_heads, blocks * size, head_dim, generator=generator, requires_grad=True) for _ in range(2)]
+    context = [torch.randn(rows, kv_heads, batch.input_ids.shape[1], head_dim, generator=generator, requires_grad=True) for _ in range(2)]
+    weight = torch.randn(query.shape, generator=generator)
+
+    keys, values = (torch.cat((rows_of, slots), dim=2) for rows_of, slots in zip(context, own, strict=True))
+    mask = visible(batch, size, window).unsqueeze(2)
+    scores = torch.einsum("rhqgd,rhkd->rhgqk", query, keys) / head_dim**0.5
+    dense = torch.einsum("rhgqk,rhkd->rhqgd", scores.masked_fill(~mask, float("-inf")).softmax(-1), values)
+    inputs = [query, *own, *context]
+    expected = torch.autograd.grad((dense * weight).sum(), inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "TILE_QUERIES", tile_queries)
+        plan = plan_tiles(batch, size, {window}, group)
+    order = (plan.order.unsqueeze(-1) * size + torch.arange(size)).flatten(1)  # slots in the plan's order
+    sort = torch.arange(rows).unsqueeze(1), order
+    in_order = [query.transpose(1, 2)[sort].transpose(1, 2), *(x.transpose(1, 2)[sort].transpose(1, 2) for x in own)]
+    seen = [x[:, :, : plan.num_context] for x in context]
+    tiled = backend(*in_order, (seen[0], seen[1]), plan.tiles[window])
+    wanted = dense.transpose(1, 2)[sort].transpose(1, 2)
+    torch.testing.assert_close(tiled, wanted, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad((tiled * weight.transpose(1, 2)[sort].transpose(1, 2)).sum(), inputs)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+
+
+def test_long_contexts_cross_the_kernels_passes() -> None:
+    """The CPU kernel takes keys 512 at a time: joins and masks must hold across them, in float32 and bfloat16."""
+    config = small_config(block_size=4)
+    batch = any_batch(3, config, rows=1, tokens=1700, blocks=40, packed=True)
+    for window in (None, 900):
+        plan = plan_tiles(batch, 4, {window}, 2)
+        order = (plan.order.unsqueeze(-1) * 4 + torch.arange(4)).flatten(1)[0]
+        generator = torch.Generator().manual_seed(0)
+        query = torch.randn(1, 1, 160, 2, 8, generator=generator)
+        key, value = torch.randn(2, 1, 1, 160, 8, generator=generator)
+        context_key, context_value = torch.randn(2, 1, 1, plan.num_context, 8, generator=generator)
+        mask = visible(batch, 4, window)[:, :, order]
+        mask = torch.cat((mask[..., : plan.num_context], mask[..., 1700:][..., order]), dim=-1)
+        keys, values = (torch.cat(pair, dim=2).repeat_interleave(2, dim=1) for pair in ((context_key, key), (context_value, value)))
+        dense = F.scaled_dot_product_attention(query[:, 0].transpose(1, 2), keys, values, attn_mask=mask).transpose(1, 2)[:, None]
+        torch.testing.assert_close(attend(query, key, value, (context_key, context_value), plan.tiles[window]), dense, rtol=1e-5, atol=1e-5)
+        half = [x.bfloat16() for x in (query, key, value, context_key, context_value)]
+        rounded = attend(half[0], half[1], half[2], (half[3], half[4]), plan.tiles[window])
+        torch.testing.assert_close(rounded.float(), dense, rtol=0.05, atol=0.03)

@@ -1,0 +1,199 @@
+"""The objective against the same on all logits at once."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeline.config.schema import ObjectiveSection
+from pipeline.draft import loss
+from pipeline.draft.loss import block_ids, block_labels, cross_entropy, embed_blocks, objective
+from pipeline.draft.model import Draft
+from pipeline.errors import DraftError
+from pipeline.records import DraftBatch, TargetBundle
+from tests.support.drafts import any_batch, lively_draft, small_config
+
+
+def bundle_of(vocab: int = 30, hidden: int = 12, **scales: Any) -> TargetBundle:
+    generator = torch.Generator().manual_seed(1)
+    embedding, head = torch.randn(2, vocab, hidden, generator=generator)
+    return TargetBundle(embedding, head, torch.ones(hidden), {}, **scales).check()
+
+
+SCALES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"input_embedding_scale": 3.5, "output_multiplier": 0.25},
+    "capped": {"output_multiplier": 2.0, "final_logit_softcapping": 3.0},
+}
+
+
+def by_all_logits(draft: Draft, bundle: TargetBundle, batch: DraftBatch, weights: list[float]) -> tuple[torch.Tensor, float]:
+    """Σ w·m·CE and Σ w·m, slot by slot, with every logit in float64."""
+    config = draft.config
+    hidden = draft(batch, embed_blocks(block_ids(batch, config), bundle)).double()
+    total, denominator = torch.zeros((), dtype=torch.float64), 0.0
+    for row in range(batch.anchors.shape[0]):
+        for block in range(batch.anchors.shape[1]):
+            for slot in range(1, config.block_size):
+                at = int(batch.anchors[row, block]) + slot
+                if not batch.block_valid[row, block] or at >= int(batch.document_end[row, block]) or not batch.loss_mask[row, at]:
+                    continue
+                logits = hidden[row, block, slot] @ bundle.head.double().T * bundle.output_multiplier
+                if bundle.final_logit_softcapping is not None:
+                    logits = bundle.final_logit_softcapping * torch.tanh(logits / bundle.final_logit_softcapping)
+                total = total + weights[slot] * F.cross_entropy(logits, batch.input_ids[row, at])
+                denominator += weights[slot]
+    return total, denominator
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 24])
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_objective(chunk: int, scales: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(block_size=4)
+    draft, bundle, batch = lively_draft(config), bundle_of(**SCALES[scales]), any_batch(3, config, packed=packed)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk)
+    section = ObjectiveSection(name="decay", gamma=2.0)
+    sums = objective(draft, bundle, batch, section)
+    total, denominator = by_all_logits(draft, bundle, batch, [0.0, 1.0, 2.718281828459045**-0.5, 2.718281828459045**-1.0])
+    assert denominator > 0
+    assert float(sums.denominator) == pytest.approx(denominator, rel=1e-6)
+    torch.testing.assert_close(sums.numerator.double(), total, rtol=1e-5, atol=1e-5)
+    parameters = list(draft.parameters())
+    ours, exact = torch.autograd.grad(sums.numerator, parameters), torch.autograd.grad(total, parameters)
+    for found, expected in zip(ours, exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_uniform_weights() -> None:
+    config = small_config(block_size=4)
+    draft, bundle, batch = lively_draft(config), bundle_of(), any_batch(4, config)
+    sums = objective(draft, bundle, batch, ObjectiveSection(name="uniform"))
+    total, denominator = by_all_logits(draft, bundle, batch, [1.0] * 4)
+    assert float(sums.denominator) == denominator == int(sums.supervised.sum())
+    torch.testing.assert_close(sums.numerator.double(), total, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_do_not_depend_on_how_rows_are_grouped() -> None:
+    config = small_config()
+    draft, bundle, batch = lively_draft(config), bundle_of(), any_batch(5, config, rows=4)
+    section = ObjectiveSection()
+
+    def row(index: int) -> DraftBatch:
+        parts = {
+            name: getattr(batch, name)[index : index + 1] for name in DraftBatch.__slots__ if isinstance(getattr(batch, name), torch.Tensor)
+        }
+        return replace(batch, sample_ids=(batch.sample_ids[index],), **parts)
+
+    together = objective(draft, bundle, batch, section)
+    alone = [objective(draft, bundle, row(index), section) for index in range(4)]
+    torch.testing.assert_close(sum(part.denominator for part in alone), together.denominator)
+    parameters = list(draft.parameters())
+    whole = torch.autograd.grad(together.numerator, parameters)
+    pieces = [torch.autograd.grad(part.numerator, parameters) for part in alone]
+    for expected, *found in zip(whole, *pieces, strict=True):
+        torch.testing.assert_close(torch.stack(found).sum(0), expected, rtol=1e-4, atol=1e-5)
+    metrics = alone[0].metrics + alone[1].metrics + alone[2].metrics + alone[3].metrics
+    assert torch.equal(metrics.vector(), together.metrics.vector())
+
+
+@pytest.mark.parametrize("case", ["nothing supervised", "only padding blocks", "anchors at 0"])
+def test_a_batch_that_teaches_nothing_gives_every_parameter_a_zero_gradient(case: str) -> None:
+    config = small_config(attention_bias=True)
+    draft, bundle, batch = lively_draft(config), bundle_of(), any_batch(6, config)
+    if case == "only padding blocks":
+        batch = replace(batch, block_valid=torch.zeros_like(batch.block_valid))
+    else:
+        batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    if case == "anchors at 0":
+        batch = replace(batch, anchors=torch.zeros_like(batch.anchors), document_start=torch.zeros_like(batch.anchors))
+    sums = objective(draft, bundle, batch, ObjectiveSection())
+    torch.autograd.backward(sums.numerator)
+    assert float(sums.numerator.detach()) == float(sums.denominator) == 0.0
+    for name, parameter in draft.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool((parameter.grad == 0).all()), name
+
+
+def test_a_batch_without_blocks_is_refused() -> None:
+    config = small_config()
+    batch = any_batch(0, config)
+    empty = {name: getattr(batch, name)[:, :0] for name in ("anchors", "document_start", "document_end", "block_valid")}
+    with pytest.raises(DraftError, match="no block"):
+        objective(lively_draft(config), bundle_of(), replace(batch, **empty), ObjectiveSection())
+
+
+def test_without_grad_the_values_are_the_same() -> None:
+    config = small_config()
+    draft, bundle, batch = lively_draft(config), bundle_of(), any_batch(7, config)
+    trained = objective(draft, bundle, batch, ObjectiveSection())
+    with torch.no_grad():
+        scored = objective(draft, bundle, batch, ObjectiveSection())
+    assert not scored.numerator.requires_grad
+    assert torch.equal(trained.numerator.detach(), scored.numerator)
+    assert torch.equal(trained.correct, scored.correct)
+
+
+def test_an_impossible_label_still_has_an_exact_loss() -> None:
+    head = torch.tensor([[300.0], [0.0], [-300.0]])
+    bundle = TargetBundle(head, head, torch.ones(1), {})
+    hidden = torch.ones(2, 1, requires_grad=True)
+    total, predicted = cross_entropy(hidden, torch.tensor([2, 0]), torch.tensor([1.0, 1.0]), bundle)
+    assert predicted.tolist() == [0, 0]
+    assert float(total.detach()) == 600.0
+    torch.autograd.backward(total)
+    assert hidden.grad is not None
+    assert hidden.grad.flatten().tolist() == [600.0, 0.0]
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_autocast_keeps_softmax_and_sums_in_float32(scales: str) -> None:
+    config = small_config()
+    draft, bundle, batch = lively_draft(config), bundle_of(**SCALES[scales]), any_batch(8, config)
+    exact = objective(draft, bundle, batch, ObjectiveSection())
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = objective(draft, bundle, batch, ObjectiveSection())
+    assert mixed.numerator.dtype == mixed.denominator.dtype == torch.float32
+    torch.testing.assert_close(mixed.numerator, exact.numerator, rtol=0.05, atol=0.5)
+    parameters = list(draft.parameters())
+    ours = torch.cat([grad.flatten() for grad in torch.autograd.grad(mixed.numerator, parameters)])
+    theirs = torch.cat([grad.flatten() for grad in torch.autograd.grad(exact.numerator, parameters)])
+    assert float(F.cosine_similarity(ours, theirs, dim=0)) > 0.99
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the number of elements of the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))])
+        return out
+
+
+def test_neither_logits_nor_masks_ever_exist_for_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(vocab_size=5000)
+    draft, bundle, batch = lively_draft(config), bundle_of(vocab=5000), any_batch(9, config, rows=1, tokens=600, blocks=400)
+    slots = 400 * 3
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 50_000)
+    with Largest() as largest:
+        torch.autograd.backward(objective(draft, bundle, batch, ObjectiveSection()).numerator)
+    assert largest.numel <= max(50_000, bundle.head.numel(), slots * config.intermediate_size) < slots * 600
+
+
+def test_labels_stay_inside_the_anchors_document() -> None:
+    config = small_config()
+    batch = any_batch(11, config, packed=True, blocks=8)
+    labels, supervised = block_labels(batch, config.block_size)
+    for row, block, slot in supervised.nonzero().tolist():
+        at = int(batch.anchors[row, block]) + slot
+        assert slot >= 1
+        assert at < int(batch.document_end[row, block])
+        assert int(labels[row, block, slot]) == int(batch.input_ids[row, at])
