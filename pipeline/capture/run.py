@@ -12,9 +12,11 @@ Where a rank waits for another it waits for a file (`launch.py`).
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from pipeline.cache.bundle import save_bundle
 from pipeline.cache.commit import committed_shards, complete, remove_leftovers
@@ -52,7 +54,8 @@ def capture(config: Config, ranks: Ranks) -> None:
     launch = Launch(cache, ranks)
     with launch.failures_told():
         if ranks.is_main:
-            _make_folder(cache)
+            with _disk_errors(cache, "the folder"):
+                cache.mkdir(parents=True, exist_ok=True)
         with FolderLock(cache) if ranks.is_main else nullcontext():
             began = time.monotonic()
             if ranks.is_main:
@@ -64,16 +67,18 @@ def capture(config: Config, ranks: Ranks) -> None:
             if ranks.is_main:
                 for rank in range(1, ranks.world_size):
                     launch.hear(f"done-{rank}", f"the shards of rank {rank}")
-                done = complete(cache)
+                with _disk_errors(cache, "the index"):
+                    done = complete(cache)
                 _summarise(work, done, pending, time.monotonic() - began)
                 launch.end()
 
 
-def _make_folder(cache: Path) -> None:
+@contextmanager
+def _disk_errors(cache: Path, what: str) -> Iterator[None]:
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CacheError(f"capture.path {cache} cannot be made: {error}. Give a folder that can be written.") from error
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CacheError(f"{what} of {cache} cannot be written: {error}. Free disk space or mend capture.path, then run again.") from error
 
 
 def _plan(config: Config, cache: Path, launch: Launch) -> None:
@@ -138,11 +143,12 @@ def _create(config: Config, work: Work, target: Target) -> None:
     # Gathering is a collective of the first group; the others have nothing to add.
     bundle = bundle_of(target) if ranks.dp_rank == 0 else None
     if ranks.is_main and bundle is not None:
-        create_or_compare(work.cache, work.manifest)
-        if not (folder / PROBE_FILE).exists():  # written last: with it, all of the folder is there
-            save_bundle(folder, bundle)
-            load_tokenizer(config.model.target).save_pretrained(tokenizer_folder(work.cache))
-            save_probe(folder, live)
+        with _disk_errors(work.cache, "manifest or target bundle"):
+            create_or_compare(work.cache, work.manifest)
+            if not (folder / PROBE_FILE).exists():  # written last: with it, all of the folder is there
+                save_bundle(folder, bundle)
+                load_tokenizer(config.model.target).save_pretrained(tokenizer_folder(work.cache))
+                save_probe(folder, live)
         work.launch.tell("created", True)
     work.launch.hear("created", "the cache and the target's bundle")
     compare_probe(folder, live, target.dtype)

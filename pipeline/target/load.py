@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 from transformers.distributed.utils import TransformersDeviceMesh
+from transformers.utils.logging import disable_progress_bar
 
 from pipeline.config.schema import TargetSection
 from pipeline.errors import TargetError
@@ -63,6 +64,8 @@ def load_target(section: TargetSection, ranks: Ranks, layer_ids: Sequence[int], 
         raise TargetError(f"model.target.tp_size is {section.tp_size}, and the ranks were started for {ranks.tp_size}.")
     if section.tp_size > 1:
         check_tp(text, section.tp_size, str(section.path))
+    if not ranks.is_main:
+        disable_progress_bar()
     depth = text.num_hidden_layers if final else max(ids) + 1
     kwargs: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=ranks.tp_size)} if ranks.tp_size > 1 else {}
     if ranks.tp_size == 1 and ranks.device.type != "cpu":

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from pipeline.errors import CacheCorruptError, CacheMismatchError, TargetError
+from pipeline.errors import CacheCorruptError, CacheMismatchError, HiddenStateError, TargetError
 from pipeline.runtime.files import atomic_file
 from pipeline.target.forward import run_layers
 from pipeline.target.load import Target
@@ -27,10 +27,19 @@ def probe_ids(vocab_size: int) -> torch.Tensor:
 
 
 def probe_states(target: Target) -> dict[str, torch.Tensor]:
-    """States of the probe by array name (`layer_9`, `final`): [PROBE_TOKENS, H] on the CPU, in the target's dtype."""
+    """States of the probe by array name (`layer_9`, `final`): [PROBE_TOKENS, H] on the CPU, in the target's dtype.
+
+    Raises `HiddenStateError` when they are not finite.
+    """
     ids = probe_ids(target.vocab_size)[None].to(target.device)
     states = run_layers(target, ids, torch.ones_like(ids, dtype=torch.bool))
     names = [f"layer_{layer}" for layer in target.layer_ids] + (["final"] if target.final else [])
+    for name, state in zip(names, states, strict=True):
+        if not bool(state.isfinite().all()):
+            raise HiddenStateError(
+                f"the target's states of {name} are not finite for a fixed sample: its weights are broken, or {target.dtype} overflows. "
+                f"Try model.target.dtype=bfloat16 or float32."
+            )
     return {name: state[0].cpu() for name, state in zip(names, states, strict=True)}
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import CacheCorruptError, CacheMismatchError, TargetError
+from pipeline.errors import CacheCorruptError, CacheMismatchError, HiddenStateError, TargetError
 from pipeline.target.forward import forward_hidden
 from pipeline.target.load import Target
-from pipeline.target.probe import PROBE_FILE, PROBE_TOKENS, check_padding, compare_probe, probe_states, save_probe
+from pipeline.target.probe import PROBE_FILE, PROBE_TOKENS, check_padding, compare_probe, probe_ids, probe_states, save_probe
 from tests.support.tiny import write_target
 from tests.unit.target.conftest import sample
 
@@ -56,6 +56,14 @@ def test_a_target_that_sees_padding_is_refused(load: Load, tiny_target: Path, tm
     assert forward_hidden(leaky, [sample(9)])
     with pytest.raises(TargetError, match="padding changes real tokens of this target: at layer 1"):
         check_padding(leaky)
+
+
+def test_states_that_are_not_finite_are_seen_before_any_sample(load: Load, tiny_target: Path) -> None:
+    target = load(tiny_target)
+    with torch.no_grad():
+        target.model.get_input_embeddings().weight[int(probe_ids(512)[5])] = float("inf")
+    with pytest.raises(HiddenStateError, match="layer_1 are not finite for a fixed sample"):
+        probe_states(target)
 
 
 def test_probe_tells_targets_apart(load: Load, tiny_target: Path, tmp_path: Path) -> None:
