@@ -162,14 +162,14 @@ def _shard_part(cache: Path, manifest: Manifest, shard: int) -> tuple[pa.Table, 
     faults = size_faults(folder, sizes)
     if faults:
         raise CacheCorruptError(f"{faults[0]} Capture the shard again.")
-    batch: Any = ShardSamples.open(inside(cache, folder / SAMPLES), marker.files[SAMPLES].sha256).batch
+    samples = ShardSamples.open(inside(cache, folder / SAMPLES), marker.files[SAMPLES].sha256)
+    batch, ids = samples.batch, samples.input_ids
     counts = (batch.num_rows, *(int(np.sum(batch.column(name).to_numpy())) for name in ("num_tokens", "num_supervised")))
     if counts != (marker.num_samples, marker.num_tokens, marker.num_supervised):
         raise CacheCorruptError(
             f"{folder / SAMPLES} holds {counts} samples, tokens, supervised; {MARKER} says "
             f"{(marker.num_samples, marker.num_tokens, marker.num_supervised)}. Capture the shard again."
         )
-    ids = batch.column("input_ids").flatten().to_numpy()
     used = np.zeros(int(ids.max()) + 1 if len(ids) else 0, np.bool_)
     used[ids[ids >= 0]] = True
     columns = [
@@ -190,7 +190,7 @@ def size_faults(folder: Path, sizes: dict[str, int]) -> list[str]:
     """One sentence for each file of `sizes` (bytes by name) that is missing in `folder`, not a plain file, or of another size."""
     faults = []
     for name, size in sizes.items():
-        path = folder / name
+        path = os.path.join(folder, name)
         try:
             found = os.lstat(path)
         except OSError as error:

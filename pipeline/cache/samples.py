@@ -86,9 +86,17 @@ def samples_file(samples: Sequence[TokenSample]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ShardSamples:
-    """An open `samples.arrow`, memory-mapped."""
+    """An open `samples.arrow`, memory-mapped.
+
+    The tokens of the sample at position p are `input_ids[offsets[p]:offsets[p + 1]]`; its spans likewise.
+    """
 
     batch: Any  # pyarrow.RecordBatch; its stubs lack what is used here
+    input_ids: NDArray[np.int32]
+    offsets: NDArray[np.int32]
+    span_starts: NDArray[np.int32]
+    span_lengths: NDArray[np.int32]
+    span_offsets: NDArray[np.int32]
 
     @classmethod
     def open(cls, path: Path, sha256: str) -> "ShardSamples":
@@ -102,24 +110,32 @@ class ShardSamples:
                 reader = pa.ipc.open_file(source)
                 if not reader.schema.equals(SAMPLES_SCHEMA, check_metadata=True) or reader.num_record_batches != 1:
                     raise CacheCorruptError(f"{path}: not the columns of samples.arrow, version {FORMAT_VERSION}. Capture the shard again.")
-                batch = reader.get_batch(0)
+                batch: Any = reader.get_batch(0)
                 batch.validate(full=True)
         except (pa.ArrowException, OSError) as error:
             raise CacheCorruptError(f"{path} cannot be read as an Arrow file: {error}. Capture the shard again.") from error
-        return cls(batch)
+        ids, spans = batch.column("input_ids"), batch.column("loss_mask")
+        return cls(
+            batch,
+            input_ids=ids.values.to_numpy(),
+            offsets=ids.offsets.to_numpy(),
+            span_starts=spans.values.field(0).to_numpy(),
+            span_lengths=spans.values.field(1).to_numpy(),
+            span_offsets=spans.offsets.to_numpy(),
+        )
 
     def __len__(self) -> int:
         return int(self.batch.num_rows)
 
     def sample(self, position: int) -> TokenSample:
-        """The sample at `position` of the shard."""
-        row = self.batch.slice(position, 1)
-        spans = row.column("loss_mask").flatten()
+        """The sample at `position` of the shard, in memory of its own."""
+        sample_id, source, row, split = (self.batch.column(name)[position].as_py() for name in ("sample_id", "source", "row", "split"))
+        begin, end = self.span_offsets[position], self.span_offsets[position + 1]
         return TokenSample(
-            sample_id=row.column("sample_id")[0].as_py(),
-            source=row.column("source")[0].as_py(),
-            row=row.column("row")[0].as_py(),
-            split=row.column("split")[0].as_py(),
-            input_ids=row.column("input_ids").flatten().to_numpy().copy(),  # the file's own memory is read-only
-            spans=np.stack([spans.field(0).to_numpy(), spans.field(1).to_numpy()], axis=1),
+            sample_id=sample_id,
+            source=source,
+            row=row,
+            split=split,
+            input_ids=self.input_ids[self.offsets[position] : self.offsets[position + 1]].copy(),
+            spans=np.stack((self.span_starts[begin:end], self.span_lengths[begin:end]), axis=1),
         )

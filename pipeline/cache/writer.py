@@ -191,7 +191,7 @@ class _ArrayStream:
                 start += CHUNK_TOKENS
                 continue
             if self._filled == 0:
-                self._partial = np.zeros((CHUNK_TOKENS, self.spec.width), rows.dtype)
+                self._partial = np.empty((CHUNK_TOKENS, self.spec.width), rows.dtype)
             count = min(CHUNK_TOKENS - self._filled, len(rows) - start)
             self._partial[self._filled : self._filled + count] = rows[start : start + count]
             start, self._filled = start + count, self._filled + count
@@ -202,6 +202,7 @@ class _ArrayStream:
 
     def last_chunk(self) -> Bits | None:
         """The rows that filled no chunk, with zero rows after them."""
+        self._partial[self._filled :] = 0
         return self._partial if self._filled else None
 
     def write(self, stored: bytes) -> None:

@@ -16,7 +16,7 @@ edges = st.sampled_from([1, 2, 511, 512, 513, 1023, 1024, 1025])
 lengths = st.lists(st.one_of(st.integers(1, 700), edges), min_size=1, max_size=6)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     shards=st.lists(lengths, min_size=1, max_size=3),
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),

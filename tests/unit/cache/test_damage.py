@@ -60,7 +60,7 @@ def test_deleted(cache: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("cut", [1, 100, None], ids=str)
+@pytest.mark.parametrize("cut", [1, None], ids=str)
 def test_cut(cache: Path, name: str, cut: int | None) -> None:
     size = (cache / name).stat().st_size
     os.truncate(cache / name, 0 if cut is None else max(0, size - cut))
@@ -69,7 +69,7 @@ def test_cut(cache: Path, name: str, cut: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("place", [0.0, 0.31, 0.5, 0.77, 1.0], ids=str)
+@pytest.mark.parametrize("place", [0.0, 0.43, 1.0], ids=str)
 def test_one_byte_flipped(cache: Path, name: str, place: float) -> None:
     data = bytearray((cache / name).read_bytes())
     data[round(place * (len(data) - 1))] ^= 0x10
