@@ -42,17 +42,17 @@ SPECIAL = ("bos", "eos", "pad", "unk")
 class TrainingData:
     """Samples by number, 0..n-1, and what is known of them without reading them.
 
-    `split` str [n]; `num_tokens` int64 [n]; spans (start, length) of sample i are rows `span_offsets[i]` to `span_offsets[i + 1]`
-    of `spans` int32 [m, 2]. `used_token_ids` bool, true for ids that occur. `identity` changes when the states or the samples
-    do. `any_thread`: `source` may be called by several threads at once.
+    `split` str [n]; `num_tokens` int64 [n]; `usable` bool [n], whether there is a usable anchor, and `usable_partial` whether there would
+    be with `anchor_fit: partial`. `used_token_ids` bool, true for ids that occur. `identity` changes when the states or the
+    samples do. `any_thread`: `source` may be called by several threads at once.
     """
 
     source: Source
     any_thread: bool
     split: NDArray[np.str_]
     num_tokens: NDArray[np.int64]
-    span_offsets: NDArray[np.int64]
-    spans: NDArray[np.int32]
+    usable: NDArray[np.bool_]
+    usable_partial: NDArray[np.bool_]
     bundle: TargetBundle
     layer_ids: tuple[int, ...]
     dtype: torch.dtype
@@ -71,17 +71,13 @@ class TrainingData:
 
 def training_order(data: TrainingData, config: Config) -> Order:
     """The order of the training samples that have a usable anchor; the others are counted here, once, and never read."""
-    objective, block_size = config.model.objective, config.model.draft.block_size
-    usable = has_usable_anchor(data.spans, data.span_offsets, data.num_tokens, block_size, objective.anchor_fit)
     training = data.split == TRAIN
-    indices = np.flatnonzero(training & usable)
+    indices, lost = np.flatnonzero(training & data.usable), training & ~data.usable
+    by_fit = f"; {int((lost & data.usable_partial).sum())} of them have one with model.objective.anchor_fit=partial" if lost.any() else ""
+    counted = f"{len(indices)} training samples; {int(lost.sum())} left out, without a usable anchor{by_fit}"
     if not len(indices):
-        raise TrainingError(
-            f"none of {int(training.sum())} training samples has a usable anchor: a block of {block_size} slots must "
-            f"{'fit' if objective.anchor_fit == 'full' else 'begin'} behind a supervised token. Lower model.draft.block_size, set "
-            "model.objective.anchor_fit=partial, or look at the corpus."
-        )
-    log.info("%d training samples; %d left out, without a usable anchor", len(indices), int(training.sum()) - len(indices))
+        raise TrainingError(f"{counted}. Lower model.draft.block_size ({config.model.draft.block_size}), or look at the corpus.")
+    log.info(counted)
     return Order(config.trainer.seed, indices, data.num_tokens[indices], config.data.train_ds.global_batch_size)
 
 
@@ -100,22 +96,26 @@ def open_cache(config: Config) -> TrainingData:
     wanted, max_tokens = config.model.draft.target_layer_ids, config.data.max_tokens
     cache = Cache.open(str(config.cache_path), wanted)
     layer_ids, index = wanted or cache.manifest.layer_ids, cache.index
-    order = np.argsort(index.sample_id)
-    spans = [_cut(index.spans(int(i)), max_tokens) for i in order]
+    order = np.argsort(index.sample_id, kind="stable")
+    num_tokens = np.minimum(index.num_tokens, max_tokens).astype(np.int64)
+    kept = index.span_starts < max_tokens
+    spans = np.stack((index.span_starts, np.minimum(index.span_lengths, max_tokens - index.span_starts)), axis=1)[kept]
+    offsets = np.concatenate(([0], np.cumsum(kept)))[index.span_offsets]
+    usable, usable_partial = (found[order] for found in _usable(config, spans, offsets, num_tokens))
     section = config.model.target.model_copy(update={"path": str(cache.tokenizer_dir), "revision": None, "chat_template": None})
     return TrainingData(
         source=lambda numbers: [cache.read(int(order[n]), layer_ids, max_tokens=max_tokens) for n in numbers],
         any_thread=True,
         split=np.array(index.splits)[index.split][order],
-        num_tokens=np.minimum(index.num_tokens[order], max_tokens).astype(np.int64),
-        span_offsets=_offsets(spans),
-        spans=np.concatenate(spans),
+        num_tokens=num_tokens[order],
+        usable=usable,
+        usable_partial=usable_partial,
         bundle=cache.bundle(),
         layer_ids=layer_ids,
         dtype=DTYPES[cache.manifest.dtype],
         special_ids=_special_ids(load_tokenizer(section)),
         used_token_ids=index.used_token_ids,
-        identity={"mode": "offline", "cache": cache.digest(), "max_tokens": max_tokens},
+        identity={"mode": "offline", "cache": cache.digest(), "max_tokens": int(num_tokens.max())},
     )
 
 
@@ -130,20 +130,23 @@ def open_live(config: Config, ranks: Ranks) -> TrainingData:
     layer_ids = config.model.draft.target_layer_ids or resolve_layer_ids(section, config.model.draft, num_layers)
     target = load_target(section, ranks, layer_ids, final=False)
     check_padding(target)
-    samples = [corpus.sample(i) for i in range(len(corpus))]
-    order = np.argsort(np.array([sample.sample_id for sample in samples], dtype=object))
-    ordered = [samples[i] for i in order]
-    spans = [sample.spans for sample in ordered]
+    ids, splits, spans = [], [], []
     used = np.zeros(target.vocab_size, dtype=np.bool_)
-    for sample in ordered:
+    for sample in map(corpus.sample, range(len(corpus))):
+        ids.append(sample.sample_id)
+        splits.append(sample.split)
+        spans.append(sample.spans)
         used[sample.input_ids[sample.input_ids >= 0]] = True
+    order, num_tokens = np.argsort(np.array(ids, dtype=object), kind="stable"), corpus.num_tokens
+    offsets = np.concatenate(([0], np.cumsum([len(s) for s in spans])))
+    usable, usable_partial = (found[order] for found in _usable(config, np.concatenate(spans), offsets, num_tokens))
     return TrainingData(
         source=_live_source(target, lambda number: corpus.sample(int(order[number])), config.capture.batch_tokens),
         any_thread=False,
-        split=np.array([sample.split for sample in ordered]),
-        num_tokens=np.array([sample.num_tokens for sample in ordered], dtype=np.int64),
-        span_offsets=_offsets(spans),
-        spans=np.concatenate(spans),
+        split=np.array(splits)[order],
+        num_tokens=num_tokens[order],
+        usable=usable,
+        usable_partial=usable_partial,
         bundle=bundle_of(target),
         layer_ids=layer_ids,
         dtype=target.dtype,
@@ -178,12 +181,9 @@ def _special_ids(tokenizer: Any) -> dict[str, int | None]:
     return {name: getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
 
 
-def _cut(spans: NDArray[np.int32], max_tokens: int) -> NDArray[np.int32]:
-    """The spans of a sample's first `max_tokens` tokens."""
-    kept = spans[spans[:, 0] < max_tokens]
-    kept[:, 1] = np.minimum(kept[:, 1], max_tokens - kept[:, 0])
-    return kept
-
-
-def _offsets(spans: Sequence[NDArray[np.int32]]) -> NDArray[np.int64]:
-    return np.concatenate(([0], np.cumsum([len(s) for s in spans]))).astype(np.int64)
+def _usable(
+    config: Config, spans: NDArray[np.int32], offsets: NDArray[np.int64], num_tokens: NDArray[np.int64]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which samples have a usable anchor: as configured, and with partial blocks."""
+    size, fit = config.model.draft.block_size, config.model.objective.anchor_fit
+    return has_usable_anchor(spans, offsets, num_tokens, size, fit), has_usable_anchor(spans, offsets, num_tokens, size, "partial")

@@ -32,11 +32,12 @@ def validate(learner: Learner, data: TrainingData, sets: Mapping[str, Sequence[i
     """
     ranks, size = learner.ranks, len(Sums.zero(learner.draft.config.block_size).values)
     totals = torch.zeros(len(sets), size + 2, dtype=torch.float64, device=ranks.device)
-    with torch.no_grad(), learner.accelerator.autocast():
+    with torch.no_grad():
         for row, numbers in enumerate(sets.values()):
             mine = list(numbers[ranks.dp_rank :: ranks.dp_size])
             for sample in read_ahead(lambda number: data.source([number])[0], mine, num_workers if data.any_thread else 0):
-                sums, lengths = score(learner.draft, learner.bundle, learner.objective, sample)
+                with learner.accelerator.autocast():  # not around the source: a live target keeps its own dtype
+                    sums, lengths = score(learner.draft, learner.bundle, learner.objective, sample)
                 totals[row, :size] += sums
                 totals[row, size:] += torch.tensor((sum(lengths), len(lengths)), device=ranks.device)
     rows = reduce_sums(totals, ranks).tolist()

@@ -189,7 +189,7 @@ def _steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             rate = learning_rate(run.config.model.optim, state.step, run.num_steps)
             step = train_step(run.learner, batches, accumulate, rate, trainer.gradient_clip_val, bool(asked))
             state = _after(run, state, step)
-            progress.advance(1)
+            progress.advance(1, f"loss {step.sums.loss:.3f}")
             last = state.step == run.num_steps
             if state.step % trainer.log_every_n_steps == 0 or last:
                 state = _log(run, state, step, rate, clock)

@@ -79,13 +79,18 @@ class Sums:
     def tokens(self) -> int:
         return int(self.values[3])
 
+    @property
+    def loss(self) -> float:
+        """Σ numerators / Σ denominators; nan when nothing was supervised."""
+        return self.values[0] / self.values[1] if self.values[1] else math.nan
+
     def metrics(self) -> dict[str, Any]:
         """loss, accept_len, accuracy, accuracy_by_slot (slots 1..B-1); empty when nothing was supervised."""
         if self.values[1] == 0:
             return {}
         blocks = BlockSums.from_vector(torch.tensor(self.values[4:], dtype=torch.float64))
         return {
-            "loss": self.values[0] / self.values[1],
+            "loss": self.loss,
             "accept_len": blocks.accept_len,
             "accuracy": blocks.accuracy,
             "accuracy_by_slot": [None if math.isnan(value) else value for value in blocks.accuracy_by_slot[1:]],
