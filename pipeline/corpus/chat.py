@@ -122,7 +122,9 @@ def _read_shape(template: Template, whole: str, prompt: str, prompt_ignored: boo
 
 def _first_special(tokenizer: Any, tail: str) -> int:
     """Where the first special token in `tail` ends, in characters; 0 when there is none."""
-    special = {**{i: token.content for i, token in tokenizer.added_tokens_decoder.items()}, tokenizer.eos_token_id: tokenizer.eos_token}
+    # Some tokenizers count runs of white space among their added tokens.
+    special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    special[tokenizer.eos_token_id] = tokenizer.eos_token
     for token_id in tokenizer(tail, add_special_tokens=False)["input_ids"]:
         if (text := special.get(token_id)) and (at := tail.find(text)) >= 0:
             return at + len(text)

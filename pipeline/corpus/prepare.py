@@ -70,15 +70,15 @@ def prepare(config: Config) -> PreparedCorpus:
                 _tokenise(job, config.data.num_proc or len(os.sched_getaffinity(0)))
                 _finish(job)
             shutil.rmtree(job.folder / "parts", ignore_errors=True)
-    corpus = PreparedCorpus.open(job.folder)
+    corpus = _open(job)
     _report(corpus)
     return corpus
 
 
 def open_prepared(config: Config) -> PreparedCorpus | None:
     """The prepared corpus of `config`, or None while there is none. Reads all sources once, for their digest."""
-    folder = plan(config).folder
-    return PreparedCorpus.open(folder) if (folder / DESCRIPTION_FILE).is_file() else None
+    job = plan(config)
+    return _open(job) if (job.folder / DESCRIPTION_FILE).is_file() else None
 
 
 def prepared_folder(config: Config) -> Path:
@@ -199,6 +199,15 @@ def _finish(job: Job) -> None:
         ],
     }
     write_json(job.folder / DESCRIPTION_FILE, description)
+
+
+def _open(job: Job) -> PreparedCorpus:
+    corpus = PreparedCorpus.open(job.folder)
+    if corpus.fingerprint != job.fingerprint:
+        raise CorpusError(
+            f"{job.folder} holds a corpus of fingerprint {corpus.fingerprint}, expected {job.fingerprint}. Remove it and run again."
+        )
+    return corpus
 
 
 def _report(corpus: PreparedCorpus) -> None:

@@ -70,8 +70,9 @@ def read_row(source: str, row: int, line: bytes) -> Row:
 def shown(value: object) -> str:
     """`value` for a message: one line, not too long, printable."""
     text = value if isinstance(value, str) else repr(value)
-    text = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+    text = " ".join(text[: 2 * SHOWN_CHARACTERS].split())
+    text = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _read_json(line: bytes) -> dict[str, Any] | Unusable:

@@ -13,6 +13,7 @@ HELDOUT = "heldout"
 
 NO_SUPERVISED = "no supervised token"
 TOO_FEW = "too few supervised tokens"
+MOST_ANSWERS = 500  # the places of n answers take 2 n renders, so what a row costs grows with n²
 
 
 def check_turns(messages: Sequence[Message]) -> Unusable | None:
@@ -24,6 +25,8 @@ def check_turns(messages: Sequence[Message]) -> Unusable | None:
         return Unusable("assistant first", "an answer needs something before it, and the target was not given any")
     if "assistant" not in roles:
         return Unusable("no assistant turn")
+    if roles.count("assistant") > MOST_ANSWERS:
+        return Unusable("too many turns", f"{roles.count('assistant')} answers, at most {MOST_ANSWERS}")
     return None
 
 

@@ -9,17 +9,19 @@ import glob
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.config.schema import InputSection
-from pipeline.corpus.rows import Row, read_row
+from pipeline.corpus.rows import Row, Unusable, read_row
 from pipeline.errors import CorpusError
 
-# Both belong to the fingerprint: they decide where record batches end in the prepared file.
+# The first two belong to the fingerprint: they decide where record batches end in the prepared file.
 PART_ROWS = 1024
 PART_BYTES = 4 << 20
+ROW_BYTES = 8 << 20  # tokenising takes up to 600 bytes a token, so a row must have an end
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,40 +61,49 @@ def find_sources(sets: Mapping[str, Sequence[InputSection]]) -> list[Source]:
 def divide(source: Source) -> Iterator[Part]:
     """The parts of a source, in order, from one pass over its bytes."""
     offset = first_row = num_bytes = num_rows = 0
-    digest = sha256()
+    digest, inside_row = sha256(), False
     with _opened(source) as stream:
-        for line in stream:
-            if num_rows and (num_rows >= PART_ROWS or num_bytes + len(line) > PART_BYTES):
+        # A piece is a whole row, except of rows so long that they come in several.
+        for piece in iter(partial(stream.readline, ROW_BYTES), b""):
+            if num_rows and not inside_row and (num_rows >= PART_ROWS or num_bytes + len(piece) > PART_BYTES):
                 yield Part(source, offset, num_bytes, first_row, num_rows, digest.hexdigest())
                 offset, first_row = offset + num_bytes, first_row + num_rows
                 num_bytes, num_rows, digest = 0, 0, sha256()
-            digest.update(line)
-            num_bytes, num_rows = num_bytes + len(line), num_rows + 1
+            digest.update(piece)
+            num_bytes, num_rows = num_bytes + len(piece), num_rows + (not inside_row)
+            inside_row = not piece.endswith(b"\n")
     if num_rows:
         yield Part(source, offset, num_bytes, first_row, num_rows, digest.hexdigest())
 
 
 def read_part(part: Part) -> Iterator[Row]:
     """The rows of a part. Raises `CorpusError` when the file no longer holds the bytes that it was divided by."""
+    digest, data = sha256(), b""
     with _opened(part.source) as stream:
         stream.seek(part.offset)
-        data = stream.read(part.num_bytes)
-    if sha256(data).hexdigest() != part.digest:
+        left = part.num_bytes
+        # More than one read is needed for a row only that is too long to be looked at.
+        while left and (data := stream.read(min(left, ROW_BYTES))):
+            digest.update(data)
+            left -= len(data)
+    if digest.hexdigest() != part.digest:
         raise CorpusError(
             f"{part.source.path} was changed while it was being prepared (rows {part.first_row} to {part.first_row + part.num_rows - 1} "
             f"differ). Run again once it is at rest."
         )
-    lines = data.removesuffix(b"\n").split(b"\n")
-    for i, line in enumerate(lines):
+    if part.num_bytes > ROW_BYTES:
+        unusable = Unusable("row too long", f"{part.num_bytes} bytes, at most {ROW_BYTES}")
+        yield Row(part.source.name, part.first_row, None, unusable)
+        return
+    for i, line in enumerate(data.removesuffix(b"\n").split(b"\n")):
         yield read_row(part.source.name, part.first_row + i, line)
 
 
 def read_rows(inputs: Sequence[InputSection]) -> Iterator[Row]:
-    """All rows of `inputs`, in order, one at a time; a row that is no chat says why. Raises `CorpusError` for a file that is not there."""
+    """All rows of `inputs`, in order, a part at a time; a row that is no chat says why. `CorpusError` for a file that is not there."""
     for source in find_sources({"": inputs}):
-        with _opened(source) as stream:
-            for row, line in enumerate(stream):
-                yield read_row(source.name, row, line.removesuffix(b"\n"))
+        for part in divide(source):
+            yield from read_part(part)
 
 
 def _match(pattern: str) -> list[Path]:

@@ -141,6 +141,9 @@ def _marked_ranges(encoded: Encoded, num_characters: int) -> list[tuple[int, int
 
 
 def _encoded(found: Mapping[str, Any]) -> Encoded:
-    offsets = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    starts, ends = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    # Some tokenizers trim white space off the offsets, and leave a token of nothing else at its end: it starts where the one before ended.
+    before = np.concatenate(([0], np.maximum.accumulate(ends)[:-1])) if len(ends) else ends
+    starts = np.where(starts == ends, np.minimum(starts, before), starts)
     marks = np.asarray(found["assistant_masks"], dtype=np.bool_) if "assistant_masks" in found else None
-    return Encoded(np.asarray(found["input_ids"], dtype=np.int32), offsets[:, 0], marks)
+    return Encoded(np.asarray(found["input_ids"], dtype=np.int32), starts, marks)

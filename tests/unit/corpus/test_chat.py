@@ -229,6 +229,29 @@ def test_pad_equal_to_eos_leaves_end_tokens_supervised() -> None:
     check(tokenizer, CHATS["four turns"], chatml(CHATS["four turns"]))
 
 
+def test_offsets_without_white_space_give_the_same_masks() -> None:
+    from tokenizers.processors import ByteLevel
+
+    tokenizer = build_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)  # as Llama 3's does
+    for messages in CHATS.values():
+        check(tokenizer, messages, chatml(messages))
+        check(tokenizer, messages, chatml(messages, cut_short=True), cut_short=True)
+
+
+def test_an_end_token_that_swallows_what_follows_is_supervised_whole() -> None:
+    # As in Phi-3, whose special tokens take the white space on their right with them; so the newline is part of the token.
+    from tokenizers import AddedToken
+
+    tokenizer = build_tokenizer(CHATML.replace("<|im_end|>", "<|end|>"))
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", rstrip=True, special=True)]})
+    for cut_short in (False, True):
+        found = rendered(tokenizer, chat("q1", "one", "q2", "two "), cut_short)
+        ids = [found.input_ids[start : start + length].tolist() for start, length in found.spans.tolist()]
+        assert [tokenizer.convert_ids_to_tokens(run)[-1] == "<|end|>" for run in ids] == [True, not cut_short]
+        assert [tokenizer.decode([i for i in run if i != tokenizer.convert_tokens_to_ids("<|end|>")]) for run in ids] == ["one", "two "]
+
+
 # ---- what is refused
 
 

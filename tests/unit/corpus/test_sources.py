@@ -77,3 +77,22 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None
     path.unlink()
     with pytest.raises(CorpusError, match=r"x\.jsonl cannot be read"):
         list(read_part(part))
+
+
+def test_a_row_that_is_too_long_is_listed_and_its_neighbours_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PART_BYTES", 100)
+    monkeypatch.setattr(sources, "ROW_BYTES", 200)
+    path = tmp_path / "x.jsonl"
+    for long in (b"x" * 199 + b"\n", b"x" * 200 + b"\n", b"x" * 201 + b"\n", b"x" * 5000 + b"\n", b"x" * 399 + b"\n", b"x" * 400 + b"\n"):
+        for data in (LINES[0] + b"\n" + long + LINES[1] + b"\n", long + LINES[1], LINES[0] + b"\n" + long.removesuffix(b"\n")):
+            path.write_bytes(data)
+            found = list(read_rows(inputs(path)))
+            assert [row.row for row in found] == list(range(len(data.splitlines())))
+            for row, line in zip(found, data.splitlines(keepends=True), strict=True):
+                reason = row.unusable.reason if row.unusable else None
+                assert reason == ("row too long" if len(line) > 200 else "broken JSON" if b"x" in line else None)
+    path.write_bytes(b"x" * 1000)
+    (part,) = divide(Source(0, path.name, path, "train"))
+    path.write_bytes(b"x" * 999 + b"y")
+    with pytest.raises(CorpusError, match="was changed"):
+        list(read_part(part))
