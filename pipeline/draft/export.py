@@ -1,6 +1,7 @@
 """A draft as a folder that servers load: `config.json` and `model.safetensors` (DFLASH §7)."""
 
 import json
+import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -19,6 +20,7 @@ def export_draft(draft: Draft, folder: Path) -> None:
     dtype = str(draft.fc.weight.dtype).removeprefix("torch.")
     values = {**draft.config.to_json(), "dtype": dtype, "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody but the owner read what it writes
 
 
 def load_draft(folder: Path) -> Draft:
