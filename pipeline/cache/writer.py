@@ -50,7 +50,10 @@ class ShardWriter:
         self._folder = temporary_folder(cache, shard, attempt)
         self._dtype = DTYPES[manifest.dtype].torch_dtype
         self._width = manifest.hidden_size
-        self._streams = {name: _ArrayStream(self._folder, manifest.spec(name)) for name in arrays}
+        try:
+            self._streams = {name: _ArrayStream(self._folder, manifest.spec(name)) for name in arrays}
+        except OSError as error:
+            raise self._disk_error(error) from error
         self._pending: deque[tuple[_ArrayStream, Future[bytes]]] = deque()
         self._queue: deque[list[tuple[_ArrayStream, torch.Tensor]] | None] = deque()
         self._queued_bytes = 0
@@ -108,11 +111,12 @@ class ShardWriter:
             raise CacheError(f"sample {sample.tokens.sample_id}, {name}: {found}, expected {self._dtype} {expected}")
         return state.detach()
 
+    def _disk_error(self, error: OSError) -> CacheError:
+        return CacheError(f"cannot write {self._folder}: {error}. Free disk space or mend the disk, then run capture again.")
+
     def _raise(self) -> None:
         if isinstance(self._error, OSError):
-            raise CacheError(
-                f"cannot write {self._folder}: {self._error}. Free disk space or mend the disk, then run capture again."
-            ) from self._error
+            raise self._disk_error(self._error) from self._error
         if self._error is not None:
             raise self._error
 
