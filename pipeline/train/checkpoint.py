@@ -53,9 +53,11 @@ def checkpoints(folder: Path) -> list[Path]:
 def save_checkpoint(
     folder: Path, state: TrainState, draft: nn.Module, optimizer: torch.optim.Optimizer, fingerprint: Mapping[str, Any]
 ) -> Path:
-    """Write the checkpoint of `state.step` into `folder`, or leave one that is already there; returns its path."""
+    """Write the checkpoint of `state.step` into `folder`; of one that is there already, only `state.json`. Returns its path."""
     path = folder / f"step_{state.step:07d}"
+    described = {"format": FORMAT, **asdict(state), "fingerprint": fingerprint}
     if path in checkpoints(folder):
+        write_json(path / "state.json", described)
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_folder(path) as fresh:
@@ -67,7 +69,7 @@ def save_checkpoint(
         }
         save_file(moments, fresh / "optimizer.safetensors")
         save_file(_rng_states(), fresh / "rng.safetensors")
-        write_json(fresh / "state.json", {"format": FORMAT, **asdict(state), "fingerprint": fingerprint})
+        write_json(fresh / "state.json", described)
         for file in fresh.glob("*.safetensors"):
             shutil.copymode(fresh / "state.json", file)  # safetensors lets nobody but the owner read what it writes
     return path

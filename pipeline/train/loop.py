@@ -34,15 +34,7 @@ from pipeline.runtime.files import FolderLock, write_json
 from pipeline.runtime.logs import Progress
 from pipeline.runtime.provenance import provenance
 from pipeline.runtime.ranks import Ranks
-from pipeline.train.checkpoint import (
-    TrainState,
-    best_first,
-    checkpoints,
-    load_checkpoint,
-    prune,
-    remove_leftovers,
-    save_checkpoint,
-)
+from pipeline.train.checkpoint import TrainState, best_first, checkpoints, load_checkpoint, prune, remove_leftovers, save_checkpoint
 from pipeline.train.data import TrainingData, open_data, training_order, validation_sets
 from pipeline.train.evaluate import validate
 from pipeline.train.feed import BatchShape, Draw, Feed, Order
@@ -163,7 +155,7 @@ def _write_down(run: Run, state: TrainState) -> None:
     text = to_yaml(run.config)
     (run.folder / "config.yaml").write_text(text, encoding="utf-8")
     write_json(run.folder / "provenance.json", {**provenance(text), "fingerprint": run.fingerprint})
-    cut_metrics(run.folder, state.step)
+    cut_metrics(run.folder, state.step, validated=bool(state.metrics))
     parameters = sum(p.numel() for p in run.learner.draft.parameters())
     log.info(
         "draft of %.1f M parameters; %d steps, %d an epoch, %d samples a step over %d rank(s)",
@@ -178,11 +170,13 @@ def _write_down(run: Run, state: TrainState) -> None:
 def _steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     """Optimizer steps from `state` to the end, or to SIGTERM."""
     trainer, ranks = run.config.trainer, run.ranks
-    validate_every = trainer.val_check_interval or run.num_steps
-    save_every = run.config.exp_manager.checkpoint_callback_params.every_n_train_steps or validate_every
+    save_every = run.config.exp_manager.checkpoint_callback_params.every_n_train_steps or trainer.val_check_interval or run.num_steps
     feed = Feed(run.data.source, _draw(run), run.shape, run.config.data.num_workers if run.data.any_thread else 0)
     accumulate = trainer.accumulate_grad_batches
     batches = feed.micro_batches(run.order, state.position, ranks.dp_rank, ranks.dp_size, accumulate)
+    if _validation_due(run, state) and not state.metrics:  # SIGTERM came at this step, and there was no time
+        state = _validate(run, state)
+        _save(run, state)
     clock = Clock(feed)
     with _sigterm() as asked, Progress(run.num_steps, "steps", "training", ranks.is_main, done=state.step) as progress:
         while state.step < run.num_steps:
@@ -193,16 +187,20 @@ def _steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             last = state.step == run.num_steps
             if state.step % trainer.log_every_n_steps == 0 or last:
                 state = _log(run, state, step, rate, clock)
-            if (state.step % validate_every == 0 or last) and not step.stop:
-                with clock.paused():
+            with clock.paused():
+                if _validation_due(run, state) and not step.stop:
                     state = _validate(run, state)
-            if state.step % save_every == 0 or last or step.stop:
-                with clock.paused():
+                if state.step % save_every == 0 or last or step.stop:
                     _save(run, state)
-            if step.stop and not last:
+            if step.stop:
                 log.warning("stopped by SIGTERM after step %d; the same command goes on from here", state.step)
                 return state, False
     return state, True
+
+
+def _validation_due(run: Run, state: TrainState) -> bool:
+    every = run.config.trainer.val_check_interval or run.num_steps
+    return state.step > 0 and (state.step % every == 0 or state.step == run.num_steps)
 
 
 def _draw(run: Run) -> Draw:
@@ -251,8 +249,9 @@ def _validate(run: Run, state: TrainState) -> TrainState:
     if not sets:
         return state
     metrics = validate(run.learner, run.data, sets, run.config.data.num_workers)
-    if run.ranks.is_main:
+    if run.ranks.is_main and metrics:
         run.watch.record(state.step, metrics)
+    if run.ranks.is_main:
         run.watch.validation_line(state.step, metrics)
     return replace(state, metrics={name: value for name, value in metrics.items() if isinstance(value, float)})
 

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def evaluate(config: Config, ranks: Ranks) -> dict[str, Any]:
     pair = load_pair(config, ranks)
     mine = prompts[ranks.dp_rank :: ranks.dp_size]
     if mine:
-        pair.serve(mine[0])  # the first decoding pays for kernels and buffers, and would be timed with it
+        replace(pair, max_new_tokens=8).serve(mine[0])  # the first decoding pays for kernels and buffers; it is not to be timed
     served = []
     with Progress(len(mine), "prompts", "decoding", ranks.is_main) as progress:
         for prompt in mine:

@@ -92,9 +92,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def cut_metrics(folder: Path, step: int) -> None:
-    """Take away what a stopped run wrote after the checkpoint at `step`: the resumed run writes it again."""
-    kept = [record for record in read_metrics(folder) if record["step"] <= step]
-    if (folder / METRICS).exists():
-        with atomic_file(folder / METRICS) as stream:
-            stream.write("".join(json.dumps(record) + "\n" for record in kept).encode())
+def cut_metrics(folder: Path, step: int, validated: bool) -> None:
+    """Take away what a stopped run wrote after the checkpoint at `step`, and of that step's validation unless the checkpoint has it
+    (`validated`): the resumed run writes it again."""
+    if not (folder / METRICS).exists():
+        return
+    kept = [r for r in read_metrics(folder) if r["step"] < step or (r["step"] == step and (validated or "lr" in r))]
+    with atomic_file(folder / METRICS) as stream:
+        stream.write("".join(json.dumps(record) + "\n" for record in kept).encode())

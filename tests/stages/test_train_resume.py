@@ -94,6 +94,19 @@ def test_sigterm_writes_a_checkpoint_and_the_same_command_goes_on(tmp_path: Path
     _same_run(tmp_path, whole)
 
 
+@pytest.mark.usefixtures("harmless_sigterm")
+def test_sigterm_at_a_validation_puts_it_off_and_does_not_lose_it(tmp_path: Path, whole: Path, tiny_target: Path, chats: Path) -> None:
+    """Validations at every step, so that the stop falls on one."""
+    for folder, step in ((tmp_path / "stopped", 4), (tmp_path / "whole", None)):
+        if step is not None:
+            _stop_after(folder, step, _sigterm_to_self)
+            assert not _run(folder, tiny_target, chats, trainer__val_check_interval=1)
+            stopped = json.loads((_newest(folder) / "state.json").read_text())
+            assert stopped["metrics"] == {}
+        assert _run(folder, tiny_target, chats, trainer__val_check_interval=1)
+    _same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
 @pytest.mark.slow
 def test_kill_9_loses_only_the_steps_since_the_checkpoint(tmp_path: Path, whole: Path, tiny_target: Path, chats: Path) -> None:
     for step in (5, 11):
