@@ -14,8 +14,8 @@ from pipeline.draft.model import Draft
 from pipeline.errors import DraftError
 from pipeline.records import DraftBatch, TargetBundle
 
-# Logits held at a time, in elements: 64 MiB of fp32.
-CHUNK_LOGITS = 1 << 24
+# Logits held at a time, in elements: 32 MiB of fp32.
+CHUNK_LOGITS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)

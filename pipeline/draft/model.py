@@ -7,11 +7,11 @@ and what is computed are in view. Letters: R rows, S tokens, N blocks, B slots, 
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from pipeline.draft.attention import attend, plan_tiles
 from pipeline.draft.config import DraftConfig
+from pipeline.draft.fused import rms_norm, swiglu
 from pipeline.records import DraftBatch
 
 __all__ = ["Draft", "DraftConfig"]
@@ -47,17 +47,13 @@ def block_positions(batch: DraftBatch, block_size: int) -> torch.Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension; the mean square in fp32, the result in the dtype of x."""
-
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed.to(x.dtype) * self.weight).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class MLP(nn.Module):
@@ -70,7 +66,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        down: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        down: torch.Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return down
 
 
