@@ -136,9 +136,7 @@ def _with_ids(batch: pa.RecordBatch, part: Part, repeated: NDArray[np.uint64]) -
     twice = np.isin(batch.column("id_hash").to_numpy(), repeated).tolist()
     rows: list[Any] = batch.column("row").to_pylist()
     own_ids = batch.column("own_id").to_pylist()
-    ids = [
-        place_id(part.source.ordinal, row) if own is None or again else own for own, again, row in zip(own_ids, twice, rows, strict=True)
-    ]
+    ids = [place_id(part.source, row) if own is None or again else own for own, again, row in zip(own_ids, twice, rows, strict=True)]
     return pa.record_batch([pa.array(ids, pa.string()), *(batch.column(name) for name in SAMPLES.names[1:])], schema=SAMPLES)
 
 

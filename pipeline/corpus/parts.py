@@ -24,13 +24,13 @@ import pyarrow as pa
 from pipeline.corpus.chat import Rendered, Template, render
 from pipeline.corpus.rows import Row, Unusable
 from pipeline.corpus.schema import PART, SPAN
-from pipeline.corpus.select import check_supervised, check_turns, split_of
-from pipeline.corpus.sources import Part, read_part
+from pipeline.corpus.select import TRAIN, check_supervised, check_turns, split_of
+from pipeline.corpus.sources import Part, Source, read_part
 from pipeline.runtime.files import atomic_file
 
 ACCOUNT = b"account"
 LONGEST_OWN_ID = 200
-_PLACE_ID = re.compile(r"row-\d+-\d+")
+_PLACE_ID = re.compile(r"row-(?:[\w-]+-)?\d+-\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class _Kept:
     rendered: Rendered
 
 
-def place_id(ordinal: int, row: int) -> str:
-    """The id of a sample whose row brings none that can be used: the place of the row."""
-    return f"row-{ordinal}-{row}"
+def place_id(source: Source, row: int) -> str:
+    """The id of a sample whose row brings none that can be used: the place of the row. Rows and files added behind it leave it as it is."""
+    return f"row-{'' if source.split == TRAIN else source.split + '-'}{source.ordinal}-{row}"
 
 
 def hash_id(sample_id: str) -> int:
@@ -130,7 +130,7 @@ def _batch(part: Part, kept: Sequence[_Kept]) -> pa.RecordBatch:
     ids = np.concatenate([np.zeros(0, dtype=np.int32), *(r.input_ids for r in rendered)])
     columns: Mapping[str, Any] = {
         "own_id": pa.array([sample.own_id for sample in kept], pa.string()),
-        "id_hash": pa.array([hash_id(s.own_id or place_id(source.ordinal, s.row)) for s in kept], pa.uint64()),
+        "id_hash": pa.array([hash_id(s.own_id or place_id(source, s.row)) for s in kept], pa.uint64()),
         "source": pa.array([source.name] * len(kept), pa.string()),
         "row": pa.array([sample.row for sample in kept], pa.int64()),
         "split": pa.array([sample.split for sample in kept], pa.string()),

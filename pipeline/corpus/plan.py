@@ -4,10 +4,13 @@ Neither depends on ranks, so that what was captured on eight ranks is resumed on
 comes out the same to the byte.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+Segments: TypeAlias = Sequence[Sequence[tuple[int, int]]]
 
 
 def plan_shards(num_tokens: NDArray[np.integer], shard_tokens: int) -> list[range]:
@@ -17,6 +20,25 @@ def plan_shards(num_tokens: NDArray[np.integer], shard_tokens: int) -> list[rang
     """
     _check(num_tokens, "shard_tokens", shard_tokens)
     return list(_shards(num_tokens.tolist(), shard_tokens))
+
+
+def plan_segments(num_tokens: NDArray[np.integer], shard_tokens: int, segments: Segments | None) -> list[Sequence[int]]:
+    """Samples of every shard, ascending: those of `plan_shards`, taken for each segment by itself; `None` is one segment of everything.
+
+    A segment is what one capture or one append brought, as ranges [start, end) of samples. Shards of an earlier segment stay as they
+    are when more is added. Raises `ValueError` unless every sample is in one segment.
+    """
+    if segments is None:
+        return list(plan_shards(num_tokens, shard_tokens))
+    members = [np.concatenate([np.arange(start, end) for start, end in ranges]) for ranges in segments]
+    if not np.array_equal(np.sort(np.concatenate(members)), np.arange(len(num_tokens))):
+        raise ValueError(f"the segments {segments} do not cover {len(num_tokens)} samples once each")
+    return [numbers[shard.start : shard.stop].tolist() for numbers in members for shard in plan_shards(num_tokens[numbers], shard_tokens)]
+
+
+def shards_of_part(num_shards: int, part: int, of: int) -> range:
+    """Shard numbers of part `part` (1 .. of): consecutive, so that parts of two divisions overlap where their shares of the whole do."""
+    return range((part - 1) * num_shards // of, part * num_shards // of)
 
 
 def plan_batches(num_tokens: NDArray[np.integer], batch_tokens: int) -> list[list[int]]:

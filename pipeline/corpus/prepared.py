@@ -68,6 +68,10 @@ class PreparedCorpus:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def sample_ids(self) -> NDArray[Any]:
+        """str [n], the ids of all samples in order."""
+        return np.array([name for batch in self._batches for name in batch.column("sample_id").to_pylist()], dtype=object)
+
     def sample(self, index: int) -> TokenSample:
         """Sample `index` (0 .. len - 1), read from the mapped file."""
         if not 0 <= index < len(self):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-FORMAT_VERSION = 1  # raise it when columns, files or ids of a prepared corpus change
+FORMAT_VERSION = 2  # raise it when columns, files or ids of a prepared corpus change
 
 
 def _field(name: str, kind: pa.DataType, meaning: str) -> "pa.Field[Any]":
@@ -21,7 +21,7 @@ SAMPLES = pa.schema(
         _field(
             "sample_id",
             pa.string(),
-            "the row's own id where it is a string and no other row has it, else row-SOURCE-ROW by ordinals; unique",
+            "the row's own id if a string that no other row has, else row-SOURCE-ROW or row-SET-SOURCE-ROW by ordinals; unique",
         ),
         _field("source", pa.string(), "name of the file, without its folder"),
         _field("row", pa.int64(), "line of the source, from 0"),

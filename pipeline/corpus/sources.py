@@ -26,7 +26,8 @@ ROW_BYTES = 8 << 20  # tokenising takes up to 600 bytes a token, so a row must h
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file. `ordinal` counts the files of all sets from 0; `split` is "train" or the name of the validation set it is in."""
+    """One file. `ordinal` counts the files of its own set from 0, so that files added to one set rename nothing in another;
+    `split` is "train" or the name of the validation set it is in."""
 
     ordinal: int
     name: str
@@ -49,12 +50,14 @@ class Part:
 def find_sources(sets: Mapping[str, Sequence[InputSection]]) -> list[Source]:
     """The files of every set (split name → inputs), in order; a pattern's matches are sorted.
 
-    Files are called by their own name, with the ordinal before it where two share one. Raises `CorpusError` for what is not there.
+    Files are called by their own name, with a number before it where two share one. Raises `CorpusError` for what is not there.
     """
     found = [(split, path) for split, inputs in sets.items() for given in inputs for path in _match(given.path)]
     names = [path.name for _, path in found]
+    splits = [split for split, _ in found]
     return [
-        Source(i, path.name if names.count(path.name) == 1 else f"{i}:{path.name}", path, split) for i, (split, path) in enumerate(found)
+        Source(splits[:i].count(split), path.name if names.count(path.name) == 1 else f"{i}:{path.name}", path, split)
+        for i, (split, path) in enumerate(found)
     ]
 
 

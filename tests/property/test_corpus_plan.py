@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline.corpus.plan import plan_batches, plan_shards
+from pipeline.corpus.plan import plan_batches, plan_segments, plan_shards, shards_of_part
 
 Lengths: TypeAlias = NDArray[np.integer[Any]]
 
@@ -32,6 +32,21 @@ def test_shards_cover_the_corpus_in_order_within_their_budget(num_tokens: Length
 def test_appended_samples_change_no_shard_but_the_last(num_tokens: Lengths, budget: int) -> None:
     before = plan_shards(num_tokens[: len(num_tokens) // 2], budget)[:-1]
     assert plan_shards(num_tokens, budget)[: len(before)] == before
+
+
+@given(lengths, budgets, st.data())
+def test_segments_are_divided_each_by_itself(num_tokens: Lengths, budget: int, data: st.DataObject) -> None:
+    assert plan_segments(num_tokens, budget, None) == plan_shards(num_tokens, budget)
+    if len(num_tokens) < 3:
+        return
+    a, b = sorted(data.draw(st.tuples(st.integers(1, len(num_tokens) - 1), st.integers(1, len(num_tokens) - 1))))
+    segments = [[(0, a), (b, len(num_tokens))], [(a, b)]] if a < b else [[(0, a)], [(a, len(num_tokens))]]
+    outer = [*range(a), *range(b, len(num_tokens))] if a < b else list(range(a))
+    inner = list(range(a, b)) if a < b else list(range(a, len(num_tokens)))
+    expected = [[numbers[i] for i in shard] for numbers in (outer, inner) for shard in plan_shards(num_tokens[numbers], budget)]
+    assert plan_segments(num_tokens, budget, segments) == expected
+    with pytest.raises(ValueError, match="once each"):
+        plan_segments(num_tokens, budget, segments[:1])
 
 
 @given(lengths, budgets)
@@ -57,3 +72,11 @@ def test_lengths_that_are_none_are_refused(bad: Lengths) -> None:
         plan_shards(bad, 10)
     with pytest.raises(ValueError, match="batch_tokens is 0"):
         plan_batches(np.array([1]), 0)
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 20))
+def test_parts_divide_the_shards_and_overlap_only_where_their_shares_do(num_shards: int, of: int, other: int) -> None:
+    assert [shard for part in range(1, of + 1) for shard in shards_of_part(num_shards, part, of)] == list(range(num_shards))
+    for a, b in itertools.product(range(1, of + 1), range(1, other + 1)):
+        apart = a * other <= (b - 1) * of or b * of <= (a - 1) * other
+        assert not apart or not set(shards_of_part(num_shards, a, of)) & set(shards_of_part(num_shards, b, other))

@@ -161,6 +161,17 @@ def test_ids_are_the_rows_own_where_they_are_unique(tiny_target: Path, tmp_path:
     ids = [corpus.sample(i).sample_id for i in range(len(corpus))]
     own = {0: "a", 11: "row-zero"}
     assert ids == [own.get(i, f"row-0-{i}") for i in range(12)] + ["row-1-0", "c"]
+    assert corpus.sample_ids().tolist() == ids
+
+
+def test_files_that_are_added_to_one_set_leave_the_ids_of_the_others(tiny_target: Path, tmp_path: Path) -> None:
+    files = [write_jsonl(tmp_path / f"{name}.jsonl", chats(3, seed)) for seed, name in enumerate("abv")]
+    ids = []
+    for training in (files[:1], files[:2]):
+        config = config_of(tiny_target, tmp_path / "p", *training, validation={"held-back": files[2]})
+        ids.append(prepare(config).sample_ids().tolist())
+    assert ids[0] == [*(f"row-0-{i}" for i in range(3)), *(f"row-held-back-0-{i}" for i in range(3))]
+    assert ids[1] == ids[0][:3] + [f"row-1-{i}" for i in range(3)] + ids[0][3:]
 
 
 # ---- splits

@@ -26,7 +26,7 @@ def test_files_keep_their_order_and_patterns_are_sorted(tmp_path: Path) -> None:
         (0, "c.json", "train"),
         (1, "a.jsonl", "train"),
         (2, "b.jsonl", "train"),
-        (3, "x[1].jsonl", "val"),
+        (0, "x[1].jsonl", "val"),
     ]
     assert [s.name for s in find_sources({"train": inputs(tmp_path / "x[?].jsonl")})] == ["x[1].jsonl"]
 
