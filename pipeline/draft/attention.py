@@ -65,10 +65,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one batch is attended: `order` int64 [R, N] sorts the blocks, `num_context` context rows are read at all."""
+    """How a batch is attended: `order` int64 [R, N] sorts the blocks; tiles by sliding window."""
 
     order: torch.Tensor
-    num_context: int
     tiles: dict[int | None, tuple[Tile, ...]]
 
 
@@ -95,9 +94,7 @@ def plan_tiles(batch: DraftBatch, block_size: int, windows: set[int | None], que
                 mask = _tile_mask(fields[:2, row, first:last], rest, block_size, window)
                 found.append(Tile(row, (first * block_size, last * block_size), shared, rest, mask))
         tiles[window] = tuple(found)
-    used = [anchor for anchors, valid in zip(on_host[0], on_host[2], strict=True) for anchor, ok in zip(anchors, valid, strict=True) if ok]
-    # At least one row, unseen if need be: every parameter then gets a gradient, zero or not, on every rank.
-    return Plan(order, max([1, *used]), tiles)
+    return Plan(order, tiles)
 
 
 def _runs(starts: list[int], valid: list[int], per_tile: int) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from pipeline.config.schema import ObjectiveSection
 from pipeline.draft.config import DraftConfig
+from pipeline.draft.groups import Place
 from pipeline.draft.metrics import BlockSums, accepted_prefix
 from pipeline.draft.model import Draft
 from pipeline.errors import DraftError
@@ -54,12 +55,17 @@ def objective(draft: nn.Module, bundle: TargetBundle, batch: DraftBatch, section
         raise DraftError("a batch has no block; give it at least one, of padding if need be")
     config = inner.config
     labels, supervised = block_labels(batch, config.block_size)
-    weights = slot_weights(section, config.block_size, labels.device).expand(labels.shape)[supervised]
-    hidden: torch.Tensor = draft(batch, embed_blocks(block_ids(batch, config), bundle))
-    losses, predicted = cross_entropy(hidden[supervised], labels[supervised], weights, bundle)
+    weights = slot_weights(section, config.block_size, labels.device).expand(labels.shape)
     correct = torch.zeros_like(supervised)
-    correct[supervised] = predicted == labels[supervised]
-    return ObjectiveSums(losses, weights.sum(), correct, supervised)
+
+    def score(hidden: torch.Tensor, place: Place) -> torch.Tensor:
+        scored, label = supervised[place], labels[place][supervised[place]]
+        loss, predicted = cross_entropy(hidden[scored], label, weights[place][scored], bundle)
+        correct[place][scored] = predicted == label
+        return loss
+
+    numerator: torch.Tensor = draft(batch, embed_blocks(block_ids(batch, config), bundle), score)
+    return ObjectiveSums(numerator, weights[supervised].sum(), correct, supervised)
 
 
 def block_ids(batch: DraftBatch, config: DraftConfig) -> torch.Tensor:

@@ -4,7 +4,8 @@ Own modules rather than a library's layers, so that keys come from two streams w
 and what is computed are in view. Letters: R rows, S tokens, N blocks, B slots, C context rows, H hidden size, D head_dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from pipeline.draft.attention import attend, plan_tiles
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.fused import rms_norm, swiglu
+from pipeline.draft.groups import Place, places, sum_over
 from pipeline.records import DraftBatch
 
 __all__ = ["Draft", "DraftConfig"]
@@ -19,6 +21,10 @@ __all__ = ["Draft", "DraftConfig"]
 Rotation = tuple[torch.Tensor, torch.Tensor]
 # Given query [R, Hkv, Q, G, D] and the block's own key and value [R, Hkv, Q, D], attention over context and block.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# By layer, keys and values of context rows, each [R, Hkv, C, D].
+Context = list[tuple[torch.Tensor, torch.Tensor]]
+# Given hidden states [r, n, B, H] of some rows and blocks, and which those are, a sum over them, fp32 [].
+Score = Callable[[torch.Tensor, Place], torch.Tensor]
 
 
 def inverse_frequencies(config: DraftConfig, device: torch.device) -> torch.Tensor:
@@ -128,7 +134,7 @@ class Draft(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def context(self, features: torch.Tensor, position_ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def context(self, features: torch.Tensor, position_ids: torch.Tensor) -> Context:
         """Keys and values, by layer, of the tokens with `features` [R, C, L·H] at `position_ids` [R, C]: each [R, Hkv, C, D]."""
         if not torch.is_autocast_enabled(features.device.type):
             features = features.to(self.fc.weight.dtype)
@@ -144,13 +150,32 @@ class Draft(nn.Module):
         out: torch.Tensor = self.norm(hidden)
         return out
 
-    def forward(self, batch: DraftBatch, block_embeddings: torch.Tensor) -> torch.Tensor:
-        """Hidden states of all slots, [R, N, B, H], for `block_embeddings` [R, N, B, H]."""
+    def forward(self, batch: DraftBatch, block_embeddings: torch.Tensor, score: Score | None = None) -> torch.Tensor:
+        """Hidden states of all slots, [R, N, B, H], for `block_embeddings` [R, N, B, H].
+
+        With `score`, which makes a sum [] of the hidden states of some rows and blocks, the sum of it over all of them, group by
+        group: the way to train, since hidden states and activations of the whole batch then never exist at once.
+        """
+        config, (rows, count) = self.config, batch.anchors.shape
+        seen = last_context_row(batch)
+        context = self.context(batch.features[:, :seen], batch.position_ids[:, :seen])
+        if score is None:
+            return self._hidden(batch, block_embeddings, context)
+        scorer = score
+
+        def score_group(place: Place, shared: Sequence[torch.Tensor]) -> torch.Tensor:
+            rows_of = [tensor[place[0]] for tensor in shared]
+            pairs = list(zip(rows_of[::2], rows_of[1::2], strict=True))
+            return scorer(self._hidden(_part(batch, place), block_embeddings[place], pairs), place)
+
+        flat = [tensor for pair in context for tensor in pair]
+        return sum_over(places(rows, count, config.block_size, batch.anchors.device), score_group, flat, list(self.parameters()))
+
+    def _hidden(self, batch: DraftBatch, block_embeddings: torch.Tensor, context: Context) -> torch.Tensor:
+        """[R, N, B, H], given the context's keys and values."""
         config, (rows, count) = self.config, batch.anchors.shape
         windows = {config.window(layer) for layer in range(config.num_hidden_layers)}
         plan = plan_tiles(batch, config.block_size, windows, config.num_attention_heads // config.num_key_value_heads)
-        seen = plan.num_context
-        context = self.context(batch.features[:, :seen], batch.position_ids[:, :seen])
         row = torch.arange(rows, device=plan.order.device).unsqueeze(1)
         at = block_positions(batch, config.block_size)[row, plan.order]
 
@@ -164,3 +189,15 @@ class Draft(nn.Module):
 
     def _layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+
+def last_context_row(batch: DraftBatch) -> int:
+    """How many context rows any block can see. At least one, unseen if need be: all parameters then get a gradient, zero or not."""
+    return max(1, int(torch.where(batch.block_valid, batch.anchors, 0).max()))
+
+
+def _part(batch: DraftBatch, place: Place) -> DraftBatch:
+    """Some rows and blocks of a batch. Features and final states are left whole: blocks read them through the context."""
+    by_row = {name: getattr(batch, name)[place[0]] for name in ("input_ids", "loss_mask", "position_ids")}
+    by_block = {name: getattr(batch, name)[place] for name in ("anchors", "document_start", "document_end", "block_valid")}
+    return replace(batch, sample_ids=batch.sample_ids[place[0]], **by_row, **by_block)

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config.schema import ObjectiveSection
-from pipeline.draft import loss
+from pipeline.draft import attention, groups, loss
 from pipeline.draft.loss import block_ids, block_labels, cross_entropy, embed_blocks, objective
 from pipeline.draft.model import Draft
 from pipeline.errors import DraftError
@@ -50,13 +52,14 @@ def by_all_logits(draft: Draft, bundle: TargetBundle, batch: DraftBatch, weights
     return total, denominator
 
 
-@pytest.mark.parametrize("chunk", [1, 100, 1 << 24])
+@pytest.mark.parametrize(("chunk", "slots"), [(1, 512), (100, 1), (1 << 24, 8), (1 << 24, 512)])
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("packed", [False, True])
-def test_objective(chunk: int, scales: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objective(chunk: int, slots: int, scales: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(block_size=4)
     draft, bundle, batch = lively_draft(config), bundle_of(**SCALES[scales]), any_batch(3, config, packed=packed)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk)
+    monkeypatch.setattr(groups, "CPU_SLOTS", slots)
     section = ObjectiveSection(name="decay", gamma=2.0)
     sums = objective(draft, bundle, batch, section)
     total, denominator = by_all_logits(draft, bundle, batch, [0.0, 1.0, 2.718281828459045**-0.5, 2.718281828459045**-1.0])
@@ -67,6 +70,34 @@ def test_objective(chunk: int, scales: str, packed: bool, monkeypatch: pytest.Mo
     ours, exact = torch.autograd.grad(sums.numerator, parameters), torch.autograd.grad(total, parameters)
     for found, expected in zip(ours, exact, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_frozen_parameters_get_no_gradient_and_the_others_the_same() -> None:
+    config = small_config()
+    draft, bundle, batch = lively_draft(config), bundle_of(), any_batch(3, config)
+    torch.autograd.backward(objective(draft, bundle, batch, ObjectiveSection()).numerator)
+    exact = {name: parameter.grad for name, parameter in draft.named_parameters()}
+    for frozen in (("fc", "layers.0"), ("layers", "norm"), ("fc", "hidden_norm", "layers")):
+        for name, parameter in draft.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+            parameter.grad = None
+        torch.autograd.backward(objective(draft, bundle, batch, ObjectiveSection()).numerator)
+        for name, parameter in draft.named_parameters():
+            assert (parameter.grad is None) == name.startswith(frozen), name
+            if parameter.grad is not None:
+                torch.testing.assert_close(parameter.grad, exact[name])
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(2, 4), st.integers(1, 30))
+def test_groups_cover_every_block_once(rows: int, blocks: int, block_size: int, slots: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "CPU_SLOTS", slots)
+        found = groups.places(rows, blocks, block_size, torch.device("cpu"))
+    covered = torch.zeros(rows, blocks)
+    for place in found:
+        covered[place] += 1
+        assert covered[place].numel() <= max(1, slots // block_size)
+    assert bool((covered == 1).all())
 
 
 def test_uniform_weights() -> None:
@@ -151,10 +182,11 @@ def test_an_impossible_label_still_has_an_exact_loss() -> None:
 
 
 @pytest.mark.parametrize("scales", SCALES)
-def test_autocast_keeps_softmax_and_sums_in_float32(scales: str) -> None:
+def test_autocast_keeps_softmax_and_sums_in_float32(scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config()
     draft, bundle, batch = lively_draft(config), bundle_of(**SCALES[scales]), any_batch(8, config)
     exact = objective(draft, bundle, batch, ObjectiveSection())
+    monkeypatch.setattr(groups, "CPU_SLOTS", 6)  # several groups share the casts that autocast keeps
     with torch.autocast("cpu", torch.bfloat16):
         mixed = objective(draft, bundle, batch, ObjectiveSection())
     assert mixed.numerator.dtype == mixed.denominator.dtype == torch.float32
@@ -185,7 +217,8 @@ def test_neither_logits_nor_masks_ever_exist_for_all_slots(monkeypatch: pytest.M
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 50_000)
     with Largest() as largest:
         torch.autograd.backward(objective(draft, bundle, batch, ObjectiveSection()).numerator)
-    assert largest.numel <= max(50_000, bundle.head.numel(), slots * config.intermediate_size) < slots * 600
+    tile = attention.TILE_QUERIES * (600 + attention.TILE_QUERIES)
+    assert largest.numel <= max(50_000, bundle.head.numel(), slots * config.intermediate_size, tile) < slots * 600
 
 
 def test_labels_stay_inside_the_anchors_document() -> None:
