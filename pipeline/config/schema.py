@@ -134,6 +134,24 @@ class CaptureSection(Section):
     batch_tokens: Positive = Field(16384, description="tokens of one forward of the target, padding included")
     codec: Literal["lossless", "raw"] = Field("lossless", description="how hidden states are packed")
     final: bool = Field(False, description="also keep the state before the target's final norm")
+    parts: str | None = Field(
+        None,
+        pattern=r"^[1-9]\d*/[1-9]\d*$",
+        description='"3/16": only the third of 16 parts of the shards, for jobs that know nothing of one another',
+    )
+
+    @model_validator(mode="after")
+    def _part_is_one_of_them(self) -> "CaptureSection":
+        part, of = self.part
+        if part > of:
+            raise ValueError(f"parts is {self.parts}: give one of 1/{of} to {of}/{of}")
+        return self
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """(i, n) of `parts`, counted from 1; (1, 1) for everything."""
+        part, of = (self.parts or "1/1").split("/")
+        return int(part), int(of)
 
 
 class TrainerSection(Section):

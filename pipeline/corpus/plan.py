@@ -36,11 +36,6 @@ def plan_segments(num_tokens: NDArray[np.integer], shard_tokens: int, segments: 
     return [numbers[shard.start : shard.stop].tolist() for numbers in members for shard in plan_shards(num_tokens[numbers], shard_tokens)]
 
 
-def shards_of_part(num_shards: int, part: int, of: int) -> range:
-    """Shard numbers of part `part` (1 .. of): consecutive, so that parts of two divisions overlap where their shares of the whole do."""
-    return range((part - 1) * num_shards // of, part * num_shards // of)
-
-
 def plan_batches(num_tokens: NDArray[np.integer], batch_tokens: int) -> list[list[int]]:
     """Batches of one shard: samples sorted by (length, position), as many as fit into `batch_tokens` when padded to the longest.
 
@@ -58,6 +53,11 @@ def plan_batches(num_tokens: NDArray[np.integer], batch_tokens: int) -> list[lis
         else:
             batches.append([position])
     return batches
+
+
+def shards_of_part(num_shards: int, part: int, of: int) -> range:
+    """Shard numbers of part `part` (1 .. of): consecutive, so that parts of two divisions overlap where their shares of the whole do."""
+    return range((part - 1) * num_shards // of, part * num_shards // of)
 
 
 def _shards(lengths: list[int], shard_tokens: int) -> Iterator[range]:

@@ -59,13 +59,14 @@ class Job:
 def prepare(config: Config) -> PreparedCorpus:
     """Tokenise the corpus that `config.data` names, or open it where that has been done; resumes what was interrupted.
 
+    While another process prepares the same corpus this one waits, and then opens what that one made, or goes on where it died.
     Raises `CorpusError` for sources that cannot be read or give no sample, `TemplateError` for a chat template whose turns cannot
-    be located, `CacheLockedError` while another process prepares the same corpus.
+    be located.
     """
     job = plan(config)
     with _disk_errors(job.folder):
         job.folder.mkdir(parents=True, exist_ok=True)
-        with FolderLock(job.folder):
+        with FolderLock(job.folder, wait_for_it="another process that tokenises this corpus"):
             if not (job.folder / DESCRIPTION_FILE).is_file():
                 _tokenise(job, config.data.num_proc or len(os.sched_getaffinity(0)))
                 _finish(job)

@@ -89,40 +89,76 @@ def sync_folder(folder: Path | str) -> None:
 
 
 class FolderLock:
-    """Exclusive use of a folder among processes, by `flock` on `FOLDER/.lock`; the kernel drops it when the holder ends, however.
+    """Exclusive use of a folder among processes, by `flock` on `FOLDER/NAME`; the kernel drops it when the holder ends, however.
 
-    The folder must exist. Raises `CacheLockedError`, naming host and process of the holder, when it is taken. Forked
-    children do not keep it. The `.lock` file stays: removing it would let two processes hold two locks of one name.
+    `shared` holders only keep exclusive ones out. The folder must exist. Raises `CacheLockedError`, naming host and process of the
+    holder, when it is taken; with `wait_for_it` (what for, in words) it waits instead. Forked children do not keep it. The file
+    stays: removing it would let two processes hold two locks of one name.
+
+    On network file systems: NFS (v4, or v3 with lockd) makes it a lock of the server, which frees that of a crashed machine when
+    its lease ends, after a minute or two. Lustre must be mounted with `-o flock`; `localflock`, or NFS `local_lock=flock`, lock
+    within one machine only.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, name: str = ".lock", *, shared: bool = False, wait_for_it: str | None = None) -> None:
         self.folder = Path(folder)
+        self.path = self.folder / name
+        self._shared = shared
+        self._wait_for_it = wait_for_it
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
-        descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        start = reported = time.monotonic()
+        while not self._taken(descriptor):
             holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "a process that has not named itself yet"
-            os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                raise CacheLockedError(
-                    f"{self.folder} is in use by {holder}. Wait for it or stop it; the lock goes with that process."
-                ) from None
-            raise CacheError(f"{self.folder}: its file system gives no locks ({error}); mount it with flock support") from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            if self._wait_for_it is None:
+                os.close(descriptor)
+                raise CacheLockedError(f"{self.folder} is in use by {holder}. Wait for it or stop it; the lock goes with that process.")
+            now = time.monotonic()
+            if now - reported >= REPORT_SECONDS:
+                reported = now
+                log.info("waiting for %s for %d s, held by %s (%s)", self._wait_for_it, now - start, holder, self.path)
+            time.sleep(min(1.0, 0.05 + (now - start) / 10))
+        if not self._shared:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         _held.add(descriptor)
         self._descriptor = descriptor
         return self
+
+    def _taken(self, descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            os.close(descriptor)
+            raise CacheError(f"{self.folder}: its file system gives no locks ({error}); mount it with flock support") from error
+        return True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None and descriptor in _held:
             _held.discard(descriptor)
-            os.ftruncate(descriptor, 0)
+            if not self._shared:
+                os.ftruncate(descriptor, 0)
             os.close(descriptor)
+
+
+def lock_holder(path: Path | str) -> str | None:
+    """Who holds the lock file `path`, as it named itself, or None when nobody does (also when there is no such file)."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "a process that has not named itself yet"
+    finally:
+        os.close(descriptor)
+    return None
 
 
 def wait_for(path: Path | str, what: str, give_up: Callable[[], str | None]) -> None:

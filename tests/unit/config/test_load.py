@@ -199,3 +199,13 @@ def test_loading_and_help_import_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_parts_of_a_capture(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("capture: {path: cache}\nmodel: {target: {path: t}}\ndata: {train_ds: {input_cfg: [{path: x}]}}\n")
+    assert load_config("capture", str(path), []).capture.part == (1, 1)
+    assert load_config("capture", str(path), ["capture.parts=3/16"]).capture.part == (3, 16)
+    for text, words in (("17/16", "give one of 1/16 to 16/16"), ("0/4", "pattern"), ("3", "valid string"), ("1/0", "pattern")):
+        with pytest.raises(ConfigError, match=rf"capture[.\w]*: .*{words}"):
+            load_config("capture", str(path), [f"capture.parts={text}"])

@@ -2,6 +2,7 @@
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pipeline.config.schema import Config
 from pipeline.corpus import sources
 from pipeline.corpus.prepare import open_prepared, prepare, prepared_folder
 from pipeline.corpus.prepared import PreparedCorpus
-from pipeline.errors import CacheLockedError, CorpusError, TargetError, TemplateError
+from pipeline.errors import CorpusError, TargetError, TemplateError
 from pipeline.runtime.files import FolderLock
 from tests.support.tiny import CHATML, QWEN3_LIKE, build_tokenizer, chats, write_chats, write_jsonl
 from tests.unit.corpus.oracle import chatml, mask, runs
@@ -320,13 +321,17 @@ def test_damage_to_a_complete_corpus_is_an_error_that_names_the_file(tiny_target
         prepare(config)
 
 
-def test_two_runs_do_not_prepare_one_corpus_at_once(tiny_target: Path, tmp_path: Path) -> None:
+def test_a_second_run_waits_for_the_one_that_prepares_the_same_corpus(tiny_target: Path, tmp_path: Path) -> None:
     config = config_of(tiny_target, tmp_path / "p", write_chats(tmp_path / "x.jsonl", 20))
     folder = prepared_folder(config)
     folder.mkdir(parents=True)
-    with FolderLock(folder), pytest.raises(CacheLockedError, match="in use by process"):
-        prepare(config)
-    assert len(prepare(config)) == 20
+    with ThreadPoolExecutor(1) as pool:
+        with FolderLock(folder):
+            second = pool.submit(prepare, config)
+            with pytest.raises(TimeoutError):
+                second.result(0.5)
+            assert not (folder / "prepared.json").exists()
+        assert len(second.result(60)) == 20
 
 
 # ---- nothing usable

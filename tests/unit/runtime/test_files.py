@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import CacheLockedError, PipelineError
-from pipeline.runtime.files import FolderLock, atomic_file, atomic_folder, file_digest, wait_for, write_json
+from pipeline.runtime.files import FolderLock, atomic_file, atomic_folder, file_digest, lock_holder, wait_for, write_json
 from tests.support.launch import kill_group, start
 
 WRITER = """
@@ -162,6 +162,31 @@ def test_a_worker_that_is_forked_under_the_lock_does_not_release_it(tmp_path: Pa
         assert worker.exitcode == 0
         with pytest.raises(CacheLockedError), FolderLock(tmp_path):
             pass
+
+
+def test_shared_locks_keep_out_exclusive_ones_only(tmp_path: Path) -> None:
+    with FolderLock(tmp_path, shared=True), FolderLock(tmp_path, shared=True), FolderLock(tmp_path, ".lock-other"):
+        with pytest.raises(CacheLockedError, match="in use by"), FolderLock(tmp_path):
+            pass
+    with FolderLock(tmp_path), pytest.raises(CacheLockedError, match=f"process {os.getpid()}"), FolderLock(tmp_path, shared=True):
+        pass
+
+
+def test_who_holds_a_lock_can_be_asked(tmp_path: Path) -> None:
+    assert lock_holder(tmp_path / ".lock") is None
+    with FolderLock(tmp_path):
+        assert str(lock_holder(tmp_path / ".lock")).startswith(f"process {os.getpid()} on ")
+    assert lock_holder(tmp_path / ".lock") is None
+
+
+def test_a_lock_can_be_waited_for(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path)
+    first.__enter__()
+    timer = threading.Timer(0.3, first.__exit__, (None, None, None))
+    timer.start()
+    with FolderLock(tmp_path, wait_for_it="the other one"):
+        assert not timer.is_alive() or timer.join() is None
+    timer.join()
 
 
 def test_waiting_ends_when_the_file_is_there(tmp_path: Path) -> None:
