@@ -19,7 +19,7 @@ from pipeline.errors import PeerFailedError
 from pipeline.runtime.files import wait_for, write_json
 from pipeline.runtime.ranks import Ranks
 
-STALE_SECONDS = 24 * 3600
+STALE_SECONDS = 3600
 
 
 class Launch:
@@ -28,7 +28,7 @@ class Launch:
     def __init__(self, root: Path, ranks: Ranks) -> None:
         self.token = _shared_token(ranks)
         self.folder = root / ".launch" / self.token
-        self._rank = ranks.rank
+        self._rank, self._alone = ranks.rank, ranks.world_size == 1
 
     def tell(self, name: str, value: Any) -> None:
         """Make `value` (JSON) known to all ranks under `name`."""
@@ -55,6 +55,9 @@ class Launch:
         except Exception as error:
             if reason := self._failed_elsewhere():
                 raise PeerFailedError(reason) from error
+            if self._alone:
+                self.end()
+                raise
             with suppress(OSError):  # of the two errors, the first is to be seen
                 self.tell(f"failed-{self._rank}", str(error) or type(error).__name__)
             raise

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -86,6 +87,23 @@ def test_two_ranks_are_two_and_give_what_one_gives(job: Path) -> None:
     assert "world size 2 (dp 2 x tp 1) on cpu over gloo" in finished.text
     assert (job / "two_logs" / "logs" / "rank1.log").exists()
     assert Cache.open(job / "two").digest() == Cache.open(job / "whole").digest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer_ids", ["[1,3,5]", "[3]"])  # with one layer the second rank of a pair has nothing to write
+def test_two_pairs_of_ranks_write_one_cache(job: Path, tmp_path: Path, layer_ids: str) -> None:
+    cache = tmp_path / "cache"
+    overrides = (f"capture.path={cache}", "model.target.tp_size=2", f"model.target.layer_ids={layer_ids}", "capture.shard_tokens=9000")
+    finished = run_ranks(STAGE, str(job / "config.yaml"), *overrides, num_ranks=4, timeout=240)
+    assert "world size 4 (dp 2 x tp 2)" in finished.text
+    whole, pairs = Cache.open(job / "whole"), Cache.open(cache)
+    states = {(sample := whole.read(i)).tokens.sample_id: sample for i in range(len(whole))}
+    assert len(pairs) == len(states)
+    for i in range(len(pairs)):
+        sample = pairs.read(i)
+        for layer, state in sample.hidden.items():
+            expected = states[sample.tokens.sample_id].hidden[layer]
+            torch.testing.assert_close(state, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.slow
