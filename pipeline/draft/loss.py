@@ -1,6 +1,6 @@
 """The training objective (DFLASH §3), as sums: a numerator with gradient, a denominator, and counts for metrics."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,9 @@ def objective(draft: nn.Module, bundle: TargetBundle, batch: DraftBatch, section
     if batch.anchors.shape[1] == 0:
         raise DraftError("a batch has no block; give it at least one, of padding if need be")
     config = inner.config
+    kind = batch.anchors.device.type
+    if torch.is_autocast_enabled(kind):  # once, not for every group
+        bundle = replace(bundle, head=bundle.head.to(torch.get_autocast_dtype(kind)))
     labels, supervised = block_labels(batch, config.block_size)
     weights = slot_weights(section, config.block_size, labels.device).expand(labels.shape)
     correct = torch.zeros_like(supervised)
