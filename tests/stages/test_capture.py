@@ -24,12 +24,12 @@ ODD = "Ж"  # its first byte is in no other chat, and not in the probe
 
 @pytest.fixture(scope="module")
 def job(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with config.yaml, a corpus of some 60 shards, and a cache of it in `whole`, captured without interruption."""
+    """Folder with config.yaml, a corpus of some 40 shards, and a cache of it in `whole`, captured without interruption."""
     folder = tmp_path_factory.mktemp("job")
     odd = {"messages": [{"role": "user", "content": f"What is {ODD}?"}, {"role": "assistant", "content": "A letter."}]}
     rows = chats(400, seed=9)
     write_jsonl(folder / "chats.jsonl", [*rows[:150], odd, *rows[150:]])
-    (folder / "config.yaml").write_text(to_yaml(capture_config(tiny_target, folder, capture__shard_tokens=1000)))
+    (folder / "config.yaml").write_text(to_yaml(capture_config(tiny_target, folder, capture__shard_tokens=1700)))
     finished = run(STAGE, str(folder / "config.yaml"), f"capture.path={folder / 'whole'}")
     assert "world size 1 on cpu" in finished.text
     return folder
@@ -61,11 +61,11 @@ def test_killed_anywhere_and_run_again_on_other_numbers_of_ranks(job: Path) -> N
     whole = Cache.open(job / "whole")
     alone = [sys.executable, str(REPOSITORY / STAGE), config, f"capture.path={cache}"]
     kept: dict[int, tuple[int, int]] = {}
-    for shards in (0, 1, 5, 9):
+    for shards in (0, 1, 4, 7):
         there = _kill_when(alone, cache, shards, rng.uniform(0, 0.2), job / "killed.log")
         assert _stamps(cache, set(kept)) == kept  # what was finished is not done again
         kept = _stamps(cache, there)
-    assert 15 <= len(kept) < whole.manifest.num_shards
+    assert 12 <= len(kept) < whole.manifest.num_shards
     for ranks in (3, 2):
         if ranks == 3:
             finished = run_ranks(STAGE, config, f"capture.path={cache}", num_ranks=3, timeout=240)
