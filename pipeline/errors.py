@@ -3,7 +3,8 @@
     PipelineError                 exit code 2, one paragraph
     ├── ConfigError               a field of the configuration: unknown, missing, of the wrong type, or contradicting another
     ├── LaunchError               the processes that run are not those that were asked for
-    │   └── PeerFailedError       another rank failed, and says why; this one only ends with it
+    │   ├── PeerFailedError       another rank failed, and says why; this one only ends with it
+    │   └── StoppedError          SIGTERM asked the run to end; exit code 143, and the same command goes on
     ├── CorpusError               a corpus that cannot be read, or nothing usable in it
     │   └── TemplateError         a chat template whose assistant turns cannot be located
     ├── TargetError               a target that cannot be loaded, split or captured as asked
@@ -35,6 +36,12 @@ class LaunchError(PipelineError):
 
 class PeerFailedError(LaunchError):
     """Another rank of this launch failed; the message repeats its reason."""
+
+
+class StoppedError(LaunchError):
+    """The run was asked to end by SIGTERM, and ended in good order."""
+
+    exit_code = 143  # as a shell has it for a process that the signal itself ended
 
 
 class CorpusError(PipelineError):

@@ -13,7 +13,10 @@ from pipeline.runtime.stage import run_stage
 
 
 def main(config: Config) -> None:
-    """Capture the corpus of data.* with the target of model.target into the cache capture.path. Run it again to go on."""
+    """Capture the corpus of data.* with the target of model.target into the cache capture.path. Run it again to go on.
+
+    Exit code 143 after SIGTERM: what is committed stays, the shard in progress is given up.
+    """
     from pipeline.capture.run import capture
     from pipeline.runtime.ranks import start_ranks, stop_ranks
 

@@ -52,7 +52,7 @@ def capture(config: Config, ranks: Ranks) -> None:
         raise ConfigError("capture.path is not set: give the folder of the cache to write.")
     cache = Path(config.capture.path).expanduser()
     launch = Launch(cache, ranks)
-    with launch.failures_told():
+    with launch.together():
         if ranks.is_main:
             with _disk_errors(cache, "the folder"):
                 cache.mkdir(parents=True, exist_ok=True)

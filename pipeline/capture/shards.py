@@ -79,6 +79,7 @@ def capture_shards(work: Work, target: Target, numbers: Sequence[int], progress:
                 background.wait()
             except BaseException:
                 if writer is not None:
+                    work.launch.check()
                     writer.abandon()
                 raise
             samples = [sample for batch in batches for sample in batch]

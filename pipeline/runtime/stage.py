@@ -4,6 +4,7 @@ No torch is imported here, so that `--help` and a faulty configuration answer at
 """
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +12,10 @@ from typing import TypeAlias
 
 from pipeline.config.load import Stage, describe_fields, load_config
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, PipelineError
+from pipeline.errors import ConfigError, PipelineError, StoppedError
 from pipeline.runtime.logs import log_to_file, setup_logs
+
+log = logging.getLogger(__name__)
 
 Main: TypeAlias = Callable[[Config], None]
 
@@ -21,7 +24,8 @@ def run_stage(stage: Stage, main: Main | Mapping[str, Main], argv: Sequence[str]
     """Run `main` with the configuration that `argv` (without the program's name) gives, and return the exit code.
 
     `argv` is `CONFIG [a.b=c …]`; where `main` is a mapping, the name of one of its entries comes first. A `PipelineError` becomes
-    one paragraph on stderr and exit code 2; any other exception is a bug and passes through with its traceback.
+    one paragraph on stderr and exit code 2 (143 when SIGTERM ended the run); any other exception is a bug and passes through with its
+    traceback.
     """
     rank = int(os.environ.get("RANK", "0"))
     setup_logs(rank, None)
@@ -31,6 +35,9 @@ def run_stage(stage: Stage, main: Main | Mapping[str, Main], argv: Sequence[str]
     try:
         call, path, overrides = _parse(main, argv)
         call(load_config(stage, path, overrides))
+    except StoppedError as error:
+        log.warning("%s", error)
+        return error.exit_code
     except PipelineError as error:
         log_to_file(str(error))
         # A faulty configuration is the same on every rank, so one of them says it; other errors may be one rank's own.
