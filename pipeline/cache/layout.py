@@ -30,6 +30,8 @@ SAMPLES = "samples.arrow"
 HIDDEN = "hidden.zarr"
 GROUP_JSON = f"{HIDDEN}/zarr.json"
 FINAL = "final"
+CONFIG_COPY = "provenance/config.yaml"
+"""The configuration of the last capture or append, for whoever adds to the cache; no part of its identity."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from pipeline.cache.layout import FORMAT_VERSION, MANIFEST, MARKER, ArraySpec, array_names, shard_folder, shards_folder
+from pipeline.cache.layout import FORMAT_VERSION, MANIFEST, MARKER, ArraySpec, array_names, inside, shard_folder, shards_folder
 from pipeline.errors import CacheCorruptError, CacheError, CacheMismatchError
 from pipeline.runtime.files import atomic_file
 
@@ -51,7 +51,9 @@ class Manifest(Sealed):
     """
 
     format_version: Literal[1] = FORMAT_VERSION
-    state: Literal["open", "complete"] = "open"
+    state: Literal["open", "remasking", "complete"] = Field(
+        "open", description="open: shards or arrays are missing still; remasking: samples.arrow of some shards has the former masks still"
+    )
     states_identity: dict[str, JsonValue]
     samples_identity: dict[str, JsonValue]
     layer_ids: tuple[int, ...] = Field(description="target layers, 0-based: id i is the output of decoder layer i")
@@ -60,6 +62,11 @@ class Manifest(Sealed):
     codec: Literal["lossless", "raw"]
     final: bool = Field(description="whether the state before the target's final norm is kept, as the array `final`")
     num_shards: int = Field(ge=1)
+    segments: tuple[tuple[tuple[int, int], ...], ...] | None = Field(
+        None,
+        description="once something was appended: the corpus samples [start, end) that the first capture and each append brought. "
+        "Shards are those of the first segment, then of the next, …; a segment is divided by itself",
+    )
     totals: Totals | None = Field(None, description="once complete")
     index: FileRecord | None = Field(None, description="index.arrow, once complete")
     index_content_sha256: str | None = Field(None, description="of what index.arrow says, whichever Arrow version writes it; once complete")
@@ -69,6 +76,11 @@ class Manifest(Sealed):
     def arrays(self) -> tuple[str, ...]:
         """Names of the arrays of every shard."""
         return array_names(self.layer_ids, self.final)
+
+    def digest(self, marker_sha256s: Sequence[str]) -> str:
+        """sha256 of the identities and of all shards' markers, in their order."""
+        identity = self.model_dump(mode="json", exclude=PROGRESS_FIELDS)
+        return hashlib.sha256(canonical([identity, list(marker_sha256s)])).hexdigest()
 
     def spec(self, array: str) -> ArraySpec:
         return ArraySpec(array, self.hidden_size, self.dtype, self.codec)
@@ -152,7 +164,7 @@ def read_marker(cache: Path, shard: int) -> tuple[ShardMarker, bytes]:
         data = path.read_bytes()
     except FileNotFoundError as error:
         raise CacheCorruptError(f"{path} is missing: shard {shard} does not count as captured. Run capture again to redo it.") from error
-    marker = parse_sealed(ShardMarker, data, path)
+    marker = parse_sealed(ShardMarker, data, inside(cache, path))
     if marker.shard != shard:
         raise CacheCorruptError(f"{path} belongs to shard {marker.shard}, expected {shard}. Restore it, or capture the shard again.")
     return marker, data

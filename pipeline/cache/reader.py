@@ -5,7 +5,7 @@ the manifest's seal, the index against the manifest, a shard's marker, samples, 
 opened, every chunk when it is unpacked, the target's files when they are loaded.
 """
 
-import hashlib
+import shlex
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +14,10 @@ import torch
 
 from pipeline.cache.bundle import load_bundle
 from pipeline.cache.codec import new_states
-from pipeline.cache.commit import committed_shards
+from pipeline.cache.commit import check_complete
 from pipeline.cache.index import Index, load_index, size_faults
 from pipeline.cache.layout import (
+    CONFIG_COPY,
     FINAL,
     GROUP_JSON,
     MARKER,
@@ -29,9 +30,9 @@ from pipeline.cache.layout import (
     target_folder,
     tokenizer_folder,
 )
-from pipeline.cache.manifest import PROGRESS_FIELDS, Manifest, canonical, read_manifest
+from pipeline.cache.manifest import Manifest, read_manifest
 from pipeline.cache.openfiles import OpenFiles
-from pipeline.errors import CacheCorruptError, CacheError, CacheMismatchError
+from pipeline.errors import CacheCorruptError, CacheMismatchError
 from pipeline.records import CapturedSample, TargetBundle
 from pipeline.runtime.files import file_digest
 
@@ -54,11 +55,7 @@ class Cache:
         """
         cache = Path(path)
         manifest = read_manifest(cache)
-        if manifest.state != "complete":
-            done = len(committed_shards(cache))
-            raise CacheError(
-                f"{cache} is not complete: {done} of {manifest.num_shards} shards are captured. Run capture again; it goes on."
-            )
+        check_complete(cache, manifest)
         arrays = _wanted(cache, manifest, layer_ids, final)
         index = load_index(cache, manifest)
         _check_sizes(cache, manifest, index, arrays)
@@ -99,8 +96,7 @@ class Cache:
 
     def digest(self) -> str:
         """sha256 of identities and committed checksums: equal for caches that hold the same, wherever and whenever written."""
-        manifest = self.manifest.model_dump(mode="json", exclude=PROGRESS_FIELDS)
-        return hashlib.sha256(canonical([manifest, [entry.marker_sha256 for entry in self.index.shards]])).hexdigest()
+        return self.manifest.digest([entry.marker_sha256 for entry in self.index.shards])
 
     def _check_target_files(self, start: str = "") -> None:
         folder = target_folder(self.path)
@@ -115,12 +111,26 @@ def _wanted(cache: Path, manifest: Manifest, layer_ids: Sequence[int] | None, fi
     missing = [layer for layer in layers if layer not in manifest.layer_ids]
     if missing:
         raise CacheMismatchError(
-            f"{cache} holds the target layers {list(manifest.layer_ids)}; this run needs {missing} as well. "
-            "Name a subset in model.draft.target_layer_ids, or capture these layers too."
+            f"{cache} holds the target layers {list(manifest.layer_ids)}; this run needs {missing} as well. Name a subset in "
+            f"model.draft.target_layer_ids, or add what is missing:\n  {append_command(cache, manifest, missing, final)}"
         )
     if final and not manifest.final:
-        raise CacheMismatchError(f"{cache} does not hold the final hidden state, which this run needs. Capture with capture.final=true.")
+        raise CacheMismatchError(
+            f"{cache} does not hold the final hidden state, which this run needs. Add it:\n  {append_command(cache, manifest, (), True)}"
+        )
     return array_names(layers, final)
+
+
+def append_command(cache: Path, manifest: Manifest, layer_ids: Sequence[int], final: bool) -> str:
+    """The command that adds layers, or the final hidden state, to the cache, from the configuration that capture keeps in it."""
+    kept = cache / CONFIG_COPY
+    settings = [f"capture.path={cache}"]
+    if layer_ids:
+        settings.append(f"model.target.layer_ids=[{','.join(str(layer) for layer in (*manifest.layer_ids, *layer_ids))}]")
+    if final or manifest.final:
+        settings.append("capture.final=true")
+    command = ["python", "stages/cache.py", "append", str(kept) if kept.exists() else "CONFIG.yaml", *settings]
+    return " ".join(shlex.quote(word) for word in command)
 
 
 def _check_sizes(cache: Path, manifest: Manifest, index: Index, arrays: tuple[str, ...]) -> None:

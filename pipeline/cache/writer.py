@@ -22,7 +22,7 @@ import torch
 
 from pipeline.cache.codec import Bits, bits_of, bits_type, encode_chunk, pack_index
 from pipeline.cache.layout import CHUNK_TOKENS, DTYPES, FINAL, MARKER, ArraySpec, array_data, array_json, shard_folder, temporary_folder
-from pipeline.cache.manifest import FileRecord, Manifest
+from pipeline.cache.manifest import FileRecord, Manifest, read_marker
 from pipeline.errors import CacheError
 from pipeline.records import CapturedSample
 
@@ -46,7 +46,11 @@ class ShardWriter:
         if unknown or not arrays:
             raise CacheError(f"shard {shard} has the arrays {manifest.arrays}; asked to write {arrays}")
         if (shard_folder(cache, shard) / MARKER).exists():
-            raise CacheError(f"shard {shard} of {cache} is committed already; remove it first if it must be captured again")
+            there = [name for name in arrays if array_data(name) in read_marker(cache, shard)[0].files]
+            if there:
+                raise CacheError(
+                    f"shard {shard} of {cache} is committed already with {there}; remove it first if it must be captured again"
+                )
         self._folder = temporary_folder(cache, shard, attempt)
         self._dtype = DTYPES[manifest.dtype].torch_dtype
         self._width = manifest.hidden_size

@@ -1,13 +1,32 @@
 """What a cache is captured from, as the fields that a later run is compared with."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from pipeline.cache.manifest import Manifest
+from pipeline.cache.layout import MANIFEST
+from pipeline.cache.manifest import Manifest, read_manifest
 from pipeline.config.schema import Config
+from pipeline.corpus.plan import Segments, plan_segments
 from pipeline.corpus.prepared import PreparedCorpus
 from pipeline.target.folder import read_config, target_fields
 from pipeline.target.layers import CONVENTION, resolve_layer_ids
 from pipeline.target.load import check_tp
+
+
+def shards_of(config: Config, corpus: PreparedCorpus, segments: Segments | None) -> list[Sequence[int]]:
+    """The corpus samples of every shard. A corpus that is not the one that `segments` divide is planned without them: it differs anyway."""
+    try:
+        return plan_segments(corpus.num_tokens, config.capture.shard_tokens, segments)
+    except ValueError:
+        return plan_segments(corpus.num_tokens, config.capture.shard_tokens, None)
+
+
+def expected_manifest(config: Config, cache: Path, corpus: PreparedCorpus) -> Manifest:
+    """What `cache` must say of itself to be the one that `config` asks for. How it was divided when more was appended is its own affair."""
+    segments = read_manifest(cache).segments if (cache / MANIFEST).exists() else None
+    manifest = manifest_of(config, corpus, len(shards_of(config, corpus, segments)))
+    return manifest.model_copy(update={"segments": segments})
 
 
 def manifest_of(config: Config, corpus: PreparedCorpus, num_shards: int) -> Manifest:

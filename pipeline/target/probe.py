@@ -48,6 +48,13 @@ def save_probe(folder: Path, states: Mapping[str, torch.Tensor]) -> None:
         stream.write(save({name: state.contiguous() for name, state in states.items()}))
 
 
+def add_to_probe(folder: Path, live: Mapping[str, torch.Tensor]) -> None:
+    """Store those of `live` that the probe in `folder` does not have yet; what it has stays."""
+    stored = load_file(folder / PROBE_FILE)
+    if live.keys() - stored.keys():
+        save_probe(folder, {**live, **stored})
+
+
 def compare_probe(folder: Path, live: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Raise `CacheMismatchError` unless `live` (of `probe_states`) are the probe's states stored in `folder`, within rounding of `dtype`.
 
