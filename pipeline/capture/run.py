@@ -12,40 +12,45 @@ Where a rank waits for another it waits for a file (`launch.py`).
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TypeAlias
 
 from safetensors import SafetensorError
 
 from pipeline.cache.bundle import save_bundle
-from pipeline.cache.commit import committed_shards, complete, remove_leftovers
-from pipeline.cache.layout import MANIFEST, target_folder, tokenizer_folder
+from pipeline.cache.commit import check_complete, complete, missing_arrays, remove_leftovers, reopen
+from pipeline.cache.layout import CONFIG_COPY, MANIFEST, target_folder, tokenizer_folder
 from pipeline.cache.manifest import Manifest, create_or_compare, read_marker
-from pipeline.capture.identity import manifest_of
+from pipeline.capture.identity import expected_manifest, shards_of
 from pipeline.capture.launch import Launch
 from pipeline.capture.shards import Work, capture_shards
 from pipeline.config.load import to_yaml
 from pipeline.config.schema import Config
 from pipeline.corpus.chat import load_tokenizer
-from pipeline.corpus.plan import plan_shards
 from pipeline.corpus.prepare import prepare
 from pipeline.corpus.prepared import PreparedCorpus
 from pipeline.errors import CacheError, ConfigError
-from pipeline.runtime.files import FolderLock, write_json
+from pipeline.runtime.files import FolderLock, atomic_file, write_json
 from pipeline.runtime.logs import Progress
 from pipeline.runtime.provenance import provenance
 from pipeline.runtime.ranks import Ranks
 from pipeline.target.head import bundle_of
 from pipeline.target.load import Target, load_target
-from pipeline.target.probe import PROBE_FILE, check_padding, compare_probe, probe_states, save_probe
+from pipeline.target.probe import PROBE_FILE, add_to_probe, check_padding, compare_probe, probe_states, save_probe
 
 log = logging.getLogger(__name__)
 
+Change: TypeAlias = Callable[[Config, Path, PreparedCorpus], Manifest | None]
+"""What rank 0 does first, under the lock; a manifest that it returns takes the place of the cache's once the target has been compared."""
 
-def capture(config: Config, ranks: Ranks) -> None:
+
+def capture(config: Config, ranks: Ranks, first: Change | None = None) -> None:
     """Capture the corpus of `config.data` into `config.capture.path`, or what is still missing there; every rank calls this.
 
+    `first` is what rank 0 does to a cache before it looks for what is missing: setting damaged shards aside (`repair.py`), or
+    deciding what it shall hold besides (`append.py`).
     Raises `CacheMismatchError` when the folder holds a cache of something else, `CacheLockedError` when another capture writes it.
     """
     if config.capture.path is None:
@@ -59,17 +64,17 @@ def capture(config: Config, ranks: Ranks) -> None:
         with FolderLock(cache) if ranks.is_main else nullcontext():
             began = time.monotonic()
             if ranks.is_main:
-                _plan(config, cache, launch)
-            work, pending = _work(config, cache, launch, ranks)
-            if pending:
-                _capture_pending(config, work, pending)
+                _plan(config, cache, launch, first)
+            work, needs_target = _work(config, cache, launch, ranks)
+            if needs_target:
+                _capture_pending(config, work)
             launch.tell(f"done-{ranks.rank}", True)
             if ranks.is_main:
                 for rank in range(1, ranks.world_size):
                     launch.hear(f"done-{rank}", f"the shards of rank {rank}")
                 with _disk_errors(cache, "the index"):
                     done = complete(cache)
-                _summarise(work, done, pending, time.monotonic() - began)
+                _summarise(work, done, time.monotonic() - began)
                 launch.end()
 
 
@@ -81,20 +86,32 @@ def _disk_errors(cache: Path, what: str) -> Iterator[None]:
         raise CacheError(f"{what} of {cache} cannot be written: {error}. Free disk space or mend capture.path, then run again.") from error
 
 
-def _plan(config: Config, cache: Path, launch: Launch) -> None:
+def _plan(config: Config, cache: Path, launch: Launch, first: Change | None) -> None:
     """Rank 0: prepare the corpus, take the identity, compare it with a cache that is there, and tell the others what to do."""
     corpus = prepare(config)
-    shards = plan_shards(corpus.num_tokens, config.capture.shard_tokens)
-    manifest = manifest_of(config, corpus, len(shards))
-    if (cache / MANIFEST).exists():
-        create_or_compare(cache, manifest)  # a refusal comes before the target is loaded
+    larger = first(config, cache, corpus) if first else None
+    manifest = larger or expected_manifest(config, cache, corpus)
+    there = (cache / MANIFEST).exists()
+    found = create_or_compare(cache, manifest) if there and not larger else None  # a refusal comes before the target is loaded
+    if found is not None and found.state == "remasking":
+        check_complete(cache, found)
     remove_leftovers(cache)
-    done = committed_shards(cache)
-    pending = [number for number in range(len(shards)) if number not in done]
-    if done:
-        log.info("%d of %d shards are there already", len(done), len(shards))
+    pending = missing_arrays(cache, manifest)
+    if found is not None and found.state == "complete" and pending:
+        reopen(cache, found)
+    if manifest.num_shards > len(pending):
+        log.info("%d of %d shards are there already", manifest.num_shards - len(pending), manifest.num_shards)
     _keep_provenance(config, cache, launch)
-    launch.tell("plan", {"prepared": str(corpus.path.absolute()), "manifest": manifest.model_dump(mode="json"), "pending": pending})
+    launch.tell(
+        "plan",
+        {
+            "prepared": str(corpus.path.absolute()),
+            "manifest": manifest.model_dump(mode="json"),
+            "pending": {str(shard): arrays for shard, arrays in pending.items()},
+            "larger": larger is not None,
+            "needs_target": bool(pending) or not (target_folder(cache) / PROBE_FILE).exists(),
+        },
+    )
 
 
 def _keep_provenance(config: Config, cache: Path, launch: Launch) -> None:
@@ -102,27 +119,30 @@ def _keep_provenance(config: Config, cache: Path, launch: Launch) -> None:
     folder = cache / "provenance"
     folder.mkdir(exist_ok=True)
     write_json(folder / f"{time.strftime('%Y%m%dT%H%M%S')}-{launch.token}.json", provenance(to_yaml(config)))
+    with atomic_file(cache / CONFIG_COPY) as file:
+        file.write(to_yaml(config).encode())
 
 
-def _work(config: Config, cache: Path, launch: Launch, ranks: Ranks) -> tuple[Work, list[int]]:
-    """The plan as every rank reads it, and the shards that are not committed yet."""
+def _work(config: Config, cache: Path, launch: Launch, ranks: Ranks) -> tuple[Work, bool]:
+    """The plan as every rank reads it, and whether the target is needed to carry it out."""
     plan = launch.hear("plan", "the tokenised corpus and the plan of rank 0")
-    corpus = PreparedCorpus.open(plan["prepared"])
-    lengths = corpus.num_tokens
+    corpus, manifest = PreparedCorpus.open(plan["prepared"]), Manifest.model_validate(plan["manifest"])
     work = Work(
         cache=cache,
-        manifest=Manifest.model_validate(plan["manifest"]),
+        manifest=manifest,
         corpus=corpus,
-        lengths=lengths,
-        shards=plan_shards(lengths, config.capture.shard_tokens),
+        lengths=corpus.num_tokens,
+        shards=shards_of(config, corpus, manifest.segments),
+        pending={int(shard): tuple(arrays) for shard, arrays in plan["pending"].items()},
+        larger=plan["larger"],
         batch_tokens=config.capture.batch_tokens,
         launch=launch,
         ranks=ranks,
     )
-    return work, plan["pending"]
+    return work, plan["needs_target"]
 
 
-def _capture_pending(config: Config, work: Work, pending: Sequence[int]) -> None:
+def _capture_pending(config: Config, work: Work) -> None:
     """Load the target, make sure that it is the right one, and capture this group's share of the pending shards."""
     ranks = work.ranks
     target = load_target(config.model.target, ranks, work.manifest.layer_ids, config.capture.final)
@@ -130,7 +150,7 @@ def _capture_pending(config: Config, work: Work, pending: Sequence[int]) -> None
     check_padding(target)
     _create(config, work, target)
 
-    mine = pending[ranks.dp_rank :: ranks.dp_size]
+    mine = sorted(work.pending)[ranks.dp_rank :: ranks.dp_size]
     label = "capturing" if ranks.dp_size == 1 else f"capturing (the first of {ranks.dp_size} groups)"
     with Progress(sum(work.num_tokens(shard) for shard in mine), "tokens", label, ranks.is_main) as progress:
         capture_shards(work, target, mine, progress)
@@ -144,11 +164,16 @@ def _create(config: Config, work: Work, target: Target) -> None:
     bundle = bundle_of(target) if ranks.dp_rank == 0 else None
     if ranks.is_main and bundle is not None:
         with _disk_errors(work.cache, "manifest or target bundle"):
-            create_or_compare(work.cache, work.manifest)
+            if work.larger:
+                compare_probe(folder, live, target.dtype)
+                reopen(work.cache, work.manifest)
+            else:
+                create_or_compare(work.cache, work.manifest)
             if not (folder / PROBE_FILE).exists():  # written last: with it, all of the folder is there
                 save_bundle(folder, bundle)
                 load_tokenizer(config.model.target).save_pretrained(tokenizer_folder(work.cache))
                 save_probe(folder, live)
+            add_to_probe(folder, live)
         work.launch.tell("created", True)
     work.launch.hear("created", "the cache and the target's bundle")
     compare_probe(folder, live, target.dtype)
@@ -165,12 +190,12 @@ def _warn_of_long_samples(target: Target, longest: int) -> None:
         )
 
 
-def _summarise(work: Work, done: Manifest, pending: Sequence[int], seconds: float) -> None:
+def _summarise(work: Work, done: Manifest, seconds: float) -> None:
     assert done.totals is not None
     files = [read_marker(work.cache, number)[0].files for number in range(done.num_shards)]
     stored = sum(record.size for shard in files for path, record in shard.items() if path.startswith("hidden.zarr/"))
     raw = done.totals.tokens * sum(work.manifest.spec(name).width * work.manifest.spec(name).item_bytes for name in work.manifest.arrays)
-    captured = sum(work.num_tokens(shard) for shard in pending)
+    captured = sum(work.num_tokens(shard) for shard in work.pending)
     log.info(
         "cache complete: %d samples, %d tokens, %d shards; hidden states %.3f GB, %.3f of raw, %.0f bytes a token; in %s",
         done.totals.samples,

@@ -5,7 +5,7 @@ and written; the last files of a shard are flushed and committed while the next 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.cache.commit import commit_shard
+from pipeline.cache.commit import commit_shard, committed_shards, extend_shard
 from pipeline.cache.manifest import FileRecord, Manifest
 from pipeline.cache.writer import ShardWriter
 from pipeline.capture.launch import Launch
@@ -32,31 +32,33 @@ from pipeline.target.load import Target
 
 @dataclass(frozen=True)
 class Work:
-    """What all shards of a launch have in common. `lengths` are the corpus's, in tokens, `shards[i]` the samples of shard i."""
+    """What all shards of a launch have in common. `lengths` are the corpus's, in tokens, `shards[i]` the samples of shard i, ascending.
+    `pending`: by shard, the arrays to capture; all of them for a shard that is not there, some for one that is to get more.
+    `larger`: the manifest takes the place of the cache's, to which it adds something."""
 
     cache: Path
     manifest: Manifest
     corpus: PreparedCorpus
     lengths: NDArray[np.int64]
-    shards: Sequence[range]
+    shards: Sequence[Sequence[int]]
+    pending: Mapping[int, tuple[str, ...]]
+    larger: bool
     batch_tokens: int
     launch: Launch
     ranks: Ranks
 
-    @property
-    def arrays(self) -> tuple[str, ...]:
+    def arrays(self, shard: int) -> tuple[str, ...]:
         """Those that this rank writes: ranks that hold one target together see the same states, and each takes some layers."""
-        return self.manifest.arrays[self.ranks.tp_rank :: self.ranks.tp_size]
+        return self.pending[shard][self.ranks.tp_rank :: self.ranks.tp_size]
 
     def batches(self, shard: int) -> list[list[TokenSample]]:
         """The shard's samples as they are forwarded and, one batch after another, stored."""
         rows = self.shards[shard]
-        plan = plan_batches(self.lengths[rows.start : rows.stop], self.batch_tokens)
+        plan = plan_batches(self.lengths[np.asarray(rows)], self.batch_tokens)
         return [[self.corpus.sample(rows[i]) for i in batch] for batch in plan]
 
     def num_tokens(self, shard: int) -> int:
-        rows = self.shards[shard]
-        return int(self.lengths[rows.start : rows.stop].sum())
+        return int(self.lengths[np.asarray(self.shards[shard])].sum())
 
 
 def capture_shards(work: Work, target: Target, numbers: Sequence[int], progress: Progress) -> None:
@@ -68,7 +70,8 @@ def capture_shards(work: Work, target: Target, numbers: Sequence[int], progress:
         for number in numbers:
             batches = work.batches(number)
             # With more ranks than arrays some have nothing to write, and still take part in the forward.
-            writer = ShardWriter(work.cache, number, work.manifest, work.arrays, attempt=work.launch.token) if work.arrays else None
+            arrays = work.arrays(number)
+            writer = ShardWriter(work.cache, number, work.manifest, arrays, attempt=work.launch.token) if arrays else None
             try:
                 for captured in forward_ahead(target, batches):
                     for sample in captured:
@@ -76,10 +79,10 @@ def capture_shards(work: Work, target: Target, numbers: Sequence[int], progress:
                             writer.append(sample)
                     progress.advance(sum(sample.tokens.num_tokens for sample in captured))
                     background.check()
+                    work.launch.check()
                 background.wait()
             except BaseException:
                 if writer is not None:
-                    work.launch.check()
                     writer.abandon()
                 raise
             samples = [sample for batch in batches for sample in batch]
@@ -115,7 +118,10 @@ def _finish(work: Work, number: int, samples: Sequence[TokenSample], writer: Sha
         told = launch.take(f"shard-{number}-{other}", f"the layers of shard {number} that rank {ranks.rank + other} writes")
         records |= {path: FileRecord(**record) for path, record in told.items()}
     try:
-        commit_shard(work.cache, number, samples, records, attempt=launch.token)
+        if number in committed_shards(work.cache, (number,)):
+            extend_shard(work.cache, number, work.pending[number], records, attempt=launch.token)
+        else:
+            commit_shard(work.cache, number, samples, records, attempt=launch.token)
     except OSError as error:
         raise CacheError(
             f"shard {number} of {work.cache} cannot be committed: {error}. Free disk space, then run capture again."
