@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from pipeline.records import DraftBatch
 
 # Queries of a tile, all heads of one KV group counted: enough to keep matrix products busy, few enough to waste little.
-TILE_QUERIES = 256
+# A GPU wants larger products, and its tiles run one after another.
+TILE_QUERIES, DEVICE_TILE_QUERIES = 256, 4096
 
 
 def visible(batch: DraftBatch, block_size: int, window: int | None) -> torch.Tensor:
@@ -77,7 +78,8 @@ def plan_tiles(batch: DraftBatch, block_size: int, windows: set[int | None], que
     # Padding goes last, so that a batch with ascending anchors is in order already.
     order = torch.where(batch.block_valid, batch.anchors, limit).argsort(dim=1, stable=True)
     fields = torch.stack((batch.anchors, batch.document_start, batch.block_valid.long())).gather(2, order.expand(3, -1, -1))
-    per_tile = max(1, TILE_QUERIES // (block_size * queries_per_slot))
+    queries = TILE_QUERIES if order.device.type == "cpu" else DEVICE_TILE_QUERIES
+    per_tile = max(1, queries // (block_size * queries_per_slot))
     tiles: dict[int | None, tuple[Tile, ...]] = {}
     on_host = fields.tolist()  # the one wait for the device
     for window in windows:

@@ -58,13 +58,13 @@ class _Sum(torch.autograd.Function):
                 grads = torch.autograd.grad(one, [everything[index] for index in which], allow_unused=True)
             for index, grad in zip(which, grads, strict=True):
                 old = sums[index]
-                sums[index] = grad if old is None else old if grad is None else old.add_(grad)
+                # Not in place: gradients of two tensors may be one tensor.
+                sums[index] = grad if old is None else old if grad is None else old + grad
             scores.append(one.detach())
         ctx.sums = sums
         return torch.stack(scores).sum()
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Given away, not kept: they become the parameters' own gradients without a copy.
         sums, ctx.sums = ctx.sums, None
-        return None, None, None, *(None if grad is None else grad.mul_(upstream) for grad in sums)
+        return None, None, None, *(None if grad is None else grad * upstream for grad in sums)

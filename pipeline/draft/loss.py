@@ -55,8 +55,8 @@ def objective(draft: nn.Module, bundle: TargetBundle, batch: DraftBatch, section
         raise DraftError("a batch has no block; give it at least one, of padding if need be")
     config = inner.config
     kind = batch.anchors.device.type
-    if torch.is_autocast_enabled(kind):  # once, not for every group
-        bundle = replace(bundle, head=bundle.head.to(torch.get_autocast_dtype(kind)))
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inner.fc.weight.dtype
+    bundle = replace(bundle, head=bundle.head.to(dtype))  # once, not for every group
     labels, supervised = block_labels(batch, config.block_size)
     weights = slot_weights(section, config.block_size, labels.device).expand(labels.shape)
     correct = torch.zeros_like(supervised)

@@ -144,7 +144,8 @@ class Draft(nn.Module):
 
     def blocks(self, embeddings: torch.Tensor, position_ids: torch.Tensor, attend: Callable[[int], Attend]) -> torch.Tensor:
         """Block rows [R, P, H] through all layers and the final norm; `attend(i)` is the attention of layer i."""
-        hidden, by = embeddings, rotation(self.config, position_ids)
+        # The residual stream has the dtype of the weights, also where autocast multiplies in another.
+        hidden, by = embeddings.to(self.fc.weight.dtype), rotation(self.config, position_ids)
         for index, layer in enumerate(self._layers()):
             hidden = layer(hidden, by, attend(index))
         out: torch.Tensor = self.norm(hidden)

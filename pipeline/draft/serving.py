@@ -35,7 +35,7 @@ class Serving:
     def hidden(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Hidden states [1, B, H] of the block that starts right behind the context, from its slots' embeddings [1, B, H]."""
         positions = torch.arange(self.length, self.length + embeddings.shape[1], device=embeddings.device).unsqueeze(0)
-        return self._draft.blocks(embeddings.to(self._draft.fc.weight.dtype), positions, self._attention)
+        return self._draft.blocks(embeddings, positions, self._attention)
 
     def _attention(self, layer: int) -> Attend:
         window = self._draft.config.window(layer)

@@ -169,6 +169,16 @@ def test_without_grad_the_values_are_the_same() -> None:
     assert torch.equal(trained.correct, scored.correct)
 
 
+def test_a_bundle_in_bfloat16_trains_a_draft_in_float32() -> None:
+    config = small_config()
+    draft, batch = lively_draft(config), any_batch(7, config)
+    stored = bundle_of().to(torch.device("cpu"), torch.bfloat16)
+    widened = stored.to(torch.device("cpu"), torch.float32)
+    found, expected = (objective(draft, bundle, batch, ObjectiveSection()).numerator for bundle in (stored, widened))
+    assert torch.equal(found, expected)
+    torch.autograd.backward(found)
+
+
 def test_an_impossible_label_still_has_an_exact_loss() -> None:
     head = torch.tensor([[300.0], [0.0], [-300.0]])
     bundle = TargetBundle(head, head, torch.ones(1), {})

@@ -108,6 +108,14 @@ def test_features_in_bfloat16_are_read_in_the_precision_of_the_weights() -> None
         assert torch.equal(draft(stored, embeddings_for(batch, config)), same)
 
 
+def test_embeddings_in_bfloat16_become_a_stream_in_the_precision_of_the_weights() -> None:
+    config = small_config()
+    draft, batch = lively_draft(config), any_batch(6, config)
+    rounded = embeddings_for(batch, config).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(draft(batch, rounded), draft(batch, rounded.float()))
+
+
 @pytest.mark.parametrize("how", ["autocast", "cast"])
 def test_bfloat16(how: str) -> None:
     config = small_config()
