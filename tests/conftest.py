@@ -2,7 +2,8 @@
 
 import os
 
-# Before anything imports torch: tiny models are quickest on one thread (ranks that spin on shared cores are slowest), and no test may reach for a hub.
+# Before anything imports torch: tiny models are quickest on one thread (ranks that spin on shared cores are slowest),
+# and no test may reach for a hub.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
