@@ -7,10 +7,12 @@
     capture shards 0, 0 + dp, …                   capture theirs
     wait for all, complete the cache         ◄──  tell that they are done
 
-Where a rank waits for another it waits for a file (`launch.py`).
+Where a rank waits for another it waits for a file (`launch.py`). With `capture.parts` several launches do this beside one another, each
+for its share of the shards; they meet in the cache's files alone, and the one that commits the last missing shard completes it.
 """
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,14 +27,16 @@ from pipeline.cache.layout import CONFIG_COPY, MANIFEST, target_folder, tokenize
 from pipeline.cache.manifest import Manifest, create_or_compare, read_marker
 from pipeline.capture.identity import expected_manifest, shards_of
 from pipeline.capture.launch import Launch
+from pipeline.capture.locks import capture_lock
 from pipeline.capture.shards import Work, capture_shards
 from pipeline.config.load import to_yaml
 from pipeline.config.schema import Config
 from pipeline.corpus.chat import load_tokenizer
+from pipeline.corpus.plan import shards_of_part
 from pipeline.corpus.prepare import prepare
 from pipeline.corpus.prepared import PreparedCorpus
 from pipeline.errors import CacheError, ConfigError
-from pipeline.runtime.files import FolderLock, atomic_file, write_json
+from pipeline.runtime.files import FolderLock, atomic_file, atomic_folder, write_json
 from pipeline.runtime.logs import Progress
 from pipeline.runtime.provenance import provenance
 from pipeline.runtime.ranks import Ranks
@@ -55,13 +59,15 @@ def capture(config: Config, ranks: Ranks, first: Change | None = None) -> None:
     """
     if config.capture.path is None:
         raise ConfigError("capture.path is not set: give the folder of the cache to write.")
+    if first is not None and config.capture.parts is not None:
+        raise ConfigError(f"capture.parts is {config.capture.parts}: only a plain capture can be done in parts. Leave it out.")
     cache = Path(config.capture.path).expanduser()
     launch = Launch(cache, ranks)
     with launch.together():
         if ranks.is_main:
             with _disk_errors(cache, "the folder"):
                 cache.mkdir(parents=True, exist_ok=True)
-        with FolderLock(cache) if ranks.is_main else nullcontext():
+        with capture_lock(cache, *config.capture.part) if ranks.is_main else nullcontext():
             began = time.monotonic()
             if ranks.is_main:
                 _plan(config, cache, launch, first)
@@ -72,9 +78,7 @@ def capture(config: Config, ranks: Ranks, first: Change | None = None) -> None:
             if ranks.is_main:
                 for rank in range(1, ranks.world_size):
                     launch.hear(f"done-{rank}", f"the shards of rank {rank}")
-                with _disk_errors(cache, "the index"):
-                    done = complete(cache)
-                _summarise(work, done, time.monotonic() - began)
+                _complete(config, work, time.monotonic() - began)
                 launch.end()
 
 
@@ -95,12 +99,15 @@ def _plan(config: Config, cache: Path, launch: Launch, first: Change | None) -> 
     found = create_or_compare(cache, manifest) if there and not larger else None  # a refusal comes before the target is loaded
     if found is not None and found.state == "remasking":
         check_complete(cache, found)
-    remove_leftovers(cache)
-    pending = missing_arrays(cache, manifest)
+    mine = shards_of_part(manifest.num_shards, *config.capture.part)
+    remove_leftovers(cache, mine if config.capture.parts else None)
+    missing = missing_arrays(cache, manifest)
+    pending = {shard: missing[shard] for shard in mine if shard in missing}
     if found is not None and found.state == "complete" and pending:
         reopen(cache, found)
-    if manifest.num_shards > len(pending):
-        log.info("%d of %d shards are there already", manifest.num_shards - len(pending), manifest.num_shards)
+    if len(mine) > len(pending):
+        of_part = f" of part {config.capture.parts}" if config.capture.parts else ""
+        log.info("%d of %d shards%s are there already", len(mine) - len(pending), len(mine), of_part)
     _keep_provenance(config, cache, launch)
     launch.tell(
         "plan",
@@ -163,7 +170,8 @@ def _create(config: Config, work: Work, target: Target) -> None:
     # Gathering is a collective of the first group; the others have nothing to add.
     bundle = bundle_of(target) if ranks.dp_rank == 0 else None
     if ranks.is_main and bundle is not None:
-        with _disk_errors(work.cache, "manifest or target bundle"):
+        alone = FolderLock(work.cache, ".lock-target", wait_for_it="another part's capture, which writes the target's bundle")
+        with _disk_errors(work.cache, "manifest or target bundle"), alone:
             if work.larger:
                 compare_probe(folder, live, target.dtype)
                 reopen(work.cache, work.manifest)
@@ -171,7 +179,9 @@ def _create(config: Config, work: Work, target: Target) -> None:
                 create_or_compare(work.cache, work.manifest)
             if not (folder / PROBE_FILE).exists():  # written last: with it, all of the folder is there
                 save_bundle(folder, bundle)
-                load_tokenizer(config.model.target).save_pretrained(tokenizer_folder(work.cache))
+                shutil.rmtree(tokenizer_folder(work.cache), ignore_errors=True)
+                with atomic_folder(tokenizer_folder(work.cache)) as fresh:
+                    load_tokenizer(config.model.target).save_pretrained(fresh)
                 save_probe(folder, live)
             add_to_probe(folder, live)
         work.launch.tell("created", True)
@@ -188,6 +198,22 @@ def _warn_of_long_samples(target: Target, longest: int) -> None:
             target.max_positions,
             target.max_positions,
         )
+
+
+def _complete(config: Config, work: Work, seconds: float) -> None:
+    missing = len(missing_arrays(work.cache, work.manifest))
+    if missing and config.capture.parts:
+        log.info(
+            "part %s of %s is captured; %d of %d shards are to come from other parts, and whoever commits the last completes the cache",
+            config.capture.parts,
+            work.cache,
+            missing,
+            work.manifest.num_shards,
+        )
+        return
+    with _disk_errors(work.cache, "the index"):
+        done = complete(work.cache)
+    _summarise(work, done, seconds)
 
 
 def _summarise(work: Work, done: Manifest, seconds: float) -> None:
