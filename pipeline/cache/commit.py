@@ -59,13 +59,19 @@ def commit_shard(
         num_supervised=sum(sample.num_supervised for sample in samples),
         files=files,
     )
+    commit_linked(cache, marker, attempt=attempt)
+    return marker
+
+
+def commit_linked(cache: Path, marker: ShardMarker, *, attempt: str = "0") -> None:
+    """Make a shard count whose files, all of them sound already, lie in the temporary folder of this attempt."""
+    folder, final = temporary_folder(cache, marker.shard, attempt), shard_folder(cache, marker.shard)
     _write(folder / MARKER, sealed_text(marker))
-    for level in sorted({level for name in files for level in (folder / name).parents if level.is_relative_to(folder)}):
+    for level in sorted({level for name in marker.files for level in (folder / name).parents if level.is_relative_to(folder)}):
         sync_folder(level)
     shutil.rmtree(final, ignore_errors=True)  # a folder that lost its marker, or was half removed
     os.rename(folder, final)
     sync_folder(final.parent)
-    return marker
 
 
 def extend_shard(cache: Path, shard: int, arrays: tuple[str, ...], records: dict[str, FileRecord], *, attempt: str = "0") -> ShardMarker:

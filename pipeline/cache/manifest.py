@@ -218,7 +218,7 @@ def create_or_compare(cache: Path, manifest: Manifest) -> Manifest:
         difference for name in sorted(ours.keys() - PROGRESS_FIELDS) for difference in Difference.between(name, theirs[name], ours[name])
     ]
     if different:
-        raise CacheMismatchError(_mismatch(cache, different))
+        raise CacheMismatchError(mismatch(cache, different))
     return found
 
 
@@ -235,10 +235,11 @@ def check_identity(cache: Path, manifest: Manifest, states: Mapping[str, JsonVal
         for difference in Difference.between(f"{field}.{name}", theirs.get(name, ABSENT), ours[name])
     ]
     if different:
-        raise CacheMismatchError(_mismatch(cache, different))
+        raise CacheMismatchError(mismatch(cache, different))
 
 
-def _mismatch(cache: Path, different: list[Difference]) -> str:
+def mismatch(cache: Path, different: list[Difference]) -> str:
+    """The message of a refusal: every field that differs, and what to do."""
     lines = "".join(f"\n  {difference}" for difference in different)
     if all(difference.field.split(".")[0] in _SAMPLE_FIELDS for difference in different):
         advice = "The hidden states would fit; what is trained on would not. Restore these settings, or capture into another folder."

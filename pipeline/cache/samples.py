@@ -84,6 +84,19 @@ def samples_file(samples: Sequence[TokenSample]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def first_difference(stored: "ShardSamples", samples: Sequence[TokenSample], columns: Sequence[str]) -> tuple[int, str] | None:
+    """Position and column of the first value in which `stored` is not `samples`; None if all of `columns` are equal."""
+    expected: Any = samples_batch(samples)
+    different = [name for name in columns if not stored.batch.column(name).equals(expected.column(name))]
+    if not different:
+        return None
+    for position in range(min(len(stored), len(samples))):
+        for name in different:
+            if stored.batch.column(name)[position] != expected.column(name)[position]:
+                return position, name
+    return min(len(stored), len(samples)), different[0]
+
+
 @dataclass(frozen=True, slots=True)
 class ShardSamples:
     """An open `samples.arrow`, memory-mapped.

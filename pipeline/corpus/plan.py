@@ -36,6 +36,11 @@ def plan_segments(num_tokens: NDArray[np.integer], shard_tokens: int, segments: 
     return [numbers[shard.start : shard.stop].tolist() for numbers in members for shard in plan_shards(num_tokens[numbers], shard_tokens)]
 
 
+def stored_order(num_tokens: NDArray[np.integer]) -> list[int]:
+    """Positions of a shard's samples in the order in which they are forwarded and stored, whatever the size of batches."""
+    return [int(position) for position in np.argsort(num_tokens, kind="stable")]
+
+
 def plan_batches(num_tokens: NDArray[np.integer], batch_tokens: int) -> list[list[int]]:
     """Batches of one shard: samples sorted by (length, position), as many as fit into `batch_tokens` when padded to the longest.
 
@@ -43,7 +48,7 @@ def plan_batches(num_tokens: NDArray[np.integer], batch_tokens: int) -> list[lis
     longer than `batch_tokens` is a batch of its own.
     """
     _check(num_tokens, "batch_tokens", batch_tokens)
-    order = np.argsort(num_tokens, kind="stable").tolist()
+    order = stored_order(num_tokens)
     lengths = num_tokens.tolist()
     batches: list[list[int]] = []
     for position in order:
