@@ -27,12 +27,14 @@ _UNRESOLVED = object()  # stands for a value whose fault has been listed already
 def load_config(stage: Stage, path: str, overrides: Sequence[str]) -> Config:
     """Read the YAML file at `path`, apply `a.b=c` overrides, resolve `${a.b}`, check everything that `stage` needs.
 
+    `model_fields_set` of each section holds the fields that file and overrides name.
+
     Raises `ConfigError` whose message lists each fault with its dotted path.
     """
     given = _read(path)
     faults = [fault for override in overrides if (fault := _apply(override, given))]
     merged = _merge(Config().model_dump(mode="json"), given)
-    config = _validate(_resolve(OmegaConf.create(merged), "", faults), faults)
+    config = _validate(_named(_resolve(OmegaConf.create(merged), "", faults), given), faults)
     if config is not None:
         faults += _unmet(stage, config)
     if faults or config is None:
@@ -104,6 +106,15 @@ def _merge(below: Tree, above: Tree) -> Tree:
         elif value is not None:
             merged[key] = value
     return merged
+
+
+def _named(resolved: Tree, given: Tree) -> Tree:
+    """What `given` names of `resolved`: so a `Config` knows, by `model_fields_set`, which fields are the user's and which are defaults."""
+    return {
+        key: _named(resolved[key], value) if isinstance(resolved[key], dict) and isinstance(value, dict) else resolved[key]
+        for key, value in given.items()
+        if value is not None or not isinstance(resolved[key], dict)
+    }
 
 
 def _resolve(node: Any, path: str, faults: list[str]) -> Any:

@@ -99,8 +99,7 @@ def plan(config: Config) -> Job:
     parts = [part for source in sources for part in divide(source)]
     rules = Rules(data.max_tokens, data.min_supervised_tokens, data.validation_ds.fraction)
     states_fields = {
-        "tokenizer": _tokenizer_digest(tokenizer),
-        "chat_template": _digest(tokenizer.get_chat_template()),
+        **tokenizer_fields(tokenizer),
         "chat_template_kwargs": dict(target.chat_template_kwargs),
         "max_tokens": rules.max_tokens,
     }
@@ -232,13 +231,16 @@ def _places(job: Job) -> list[tuple[Part, Path]]:
     return [(part, job.folder / "parts" / f"{i:05}.arrow") for i, part in enumerate(job.parts)]
 
 
-def _tokenizer_digest(tokenizer: Any) -> str:
-    """Of what the tokenizer does, not of its files: saved again in another layout it is the same tokenizer."""
+def tokenizer_fields(tokenizer: Any) -> dict[str, str]:
+    """Digests of tokenizer and chat template. Of what the tokenizer does: saved again in other files it is the same one."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()  # every call sets both anew, so neither is part of what it is
     backend.no_padding()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return _digest(backend.to_str() + json.dumps(special, sort_keys=True))
+    return {
+        "tokenizer": _digest(backend.to_str() + json.dumps(special, sort_keys=True)),
+        "chat_template": _digest(tokenizer.get_chat_template()),
+    }
 
 
 def _digest(text: str) -> str:

@@ -18,6 +18,7 @@ from pipeline.errors import TargetError
 SAMPLE_BYTES = 1024
 SAMPLE_PLACES = 4
 WHOLE_BYTES = 65536
+WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]  # what is downloaded of a target
 
 # What decides the states besides the weights. Named one by one, and not as a digest of config.json, so that a difference
 # can be read, and so that a folder saved again by another version of transformers is still the same target.
@@ -63,12 +64,22 @@ def target_folder(path: str | None, revision: str | None) -> Path:
     return folder
 
 
+def find_target(section: TargetSection) -> TargetSection | None:
+    """`section` with the folder of the target in place of a hub id, if it is on this machine; None otherwise. Never asks the hub."""
+    folder = Path(section.path or "").expanduser()
+    if section.path and not folder.exists() and section.path.count("/") == 1 and not section.path.startswith((".", "/", "~")):
+        try:
+            folder = Path(snapshot_download(section.path, revision=section.revision, allow_patterns=WANTED, local_files_only=True))
+        except (HFValidationError, LocalEntryNotFoundError, OSError):
+            return None
+    return section.model_copy(update={"path": str(folder), "revision": None}) if section.path and folder.is_dir() else None
+
+
 def _from_hub(path: str, revision: str | None) -> Path:
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise TargetError(f"model.target.path {path} does not exist. Give a folder on this machine, or a hub id of the form owner/name.")
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=wanted))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=WANTED))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise TargetError(
             f"model.target.path {path} is not a folder on this machine, and the hub did not give it: {error}. Give a local folder, or "

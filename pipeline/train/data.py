@@ -27,10 +27,11 @@ from pipeline.runtime.ranks import Ranks
 from pipeline.target.folder import read_config, target_fields
 from pipeline.target.forward import forward_hidden
 from pipeline.target.head import bundle_of
-from pipeline.target.layers import resolve_layer_ids
+from pipeline.target.layers import CONVENTION, resolve_layer_ids
 from pipeline.target.load import DTYPES, Target, load_target
 from pipeline.target.probe import check_padding
 from pipeline.train.feed import Order, Source
+from pipeline.train.identity import check_cache
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ class TrainingData:
 
     `split` str [n]; `num_tokens` int64 [n]; `usable` bool [n], whether there is a usable anchor, and `usable_partial` whether there would
     be with `anchor_fit: partial`. `used_token_ids` bool, true for ids that occur. `identity` changes when the states or the
-    samples do. `any_thread`: `source` may be called by several threads at once.
+    samples do; `states_identity` says what the states were taken from, field by field. `any_thread`: `source` may be called by several
+    threads at once.
     """
 
     source: Source
@@ -59,6 +61,7 @@ class TrainingData:
     special_ids: Mapping[str, int | None]
     used_token_ids: NDArray[np.bool_]
     identity: Mapping[str, Any]
+    states_identity: Mapping[str, Any]
 
     def check_mask_token(self, mask_token_id: int) -> None:
         """Raise `DraftError` when the mask token occurs in a sample: the draft could not tell a real token from an empty slot."""
@@ -95,6 +98,7 @@ def open_cache(config: Config) -> TrainingData:
     """Samples and states of the cache, each cut to `data.max_tokens`; the target itself is not needed."""
     wanted, max_tokens = config.model.draft.target_layer_ids, config.data.max_tokens
     cache = Cache.open(str(config.cache_path), wanted)
+    check_cache(config, cache)
     layer_ids, index = wanted or cache.manifest.layer_ids, cache.index
     order = np.argsort(index.sample_id, kind="stable")
     num_tokens = np.minimum(index.num_tokens, max_tokens).astype(np.int64)
@@ -116,6 +120,7 @@ def open_cache(config: Config) -> TrainingData:
         special_ids=_special_ids(load_tokenizer(section)),
         used_token_ids=index.used_token_ids,
         identity={"mode": "offline", "cache": cache.digest(), "max_tokens": int(num_tokens.max())},
+        states_identity=cache.manifest.states_identity,
     )
 
 
@@ -138,6 +143,7 @@ def open_live(config: Config, ranks: Ranks) -> TrainingData:
         spans.append(sample.spans)
         used[sample.input_ids[sample.input_ids >= 0]] = True
     order, num_tokens = np.argsort(np.array(ids, dtype=object), kind="stable"), corpus.num_tokens
+    fields = target_fields(section)
     offsets = np.concatenate(([0], np.cumsum([len(s) for s in spans])))
     usable, usable_partial = (found[order] for found in _usable(config, np.concatenate(spans), offsets, num_tokens))
     return TrainingData(
@@ -152,7 +158,8 @@ def open_live(config: Config, ranks: Ranks) -> TrainingData:
         dtype=target.dtype,
         special_ids=_special_ids(load_tokenizer(section)),
         used_token_ids=used,
-        identity={"mode": "online", "target": target_fields(section), "corpus": corpus.fingerprint},
+        identity={"mode": "online", "target": fields, "corpus": corpus.fingerprint},
+        states_identity={**corpus.states_fields, "target": fields, "layer_convention": CONVENTION},
     )
 
 

@@ -38,6 +38,7 @@ from pipeline.train.checkpoint import TrainState, best_first, checkpoints, load_
 from pipeline.train.data import TrainingData, open_data, training_order, validation_sets
 from pipeline.train.evaluate import validate
 from pipeline.train.feed import BatchShape, Draw, Feed, Order
+from pipeline.train.identity import TRAINED_ON
 from pipeline.train.optim import build_optimizer, learning_rate, total_steps
 from pipeline.train.step import Learner, Step, Sums, start_accelerator, train_step
 from pipeline.train.watch import Clock, Watch, cut_metrics, read_metrics
@@ -268,6 +269,7 @@ def _finish(run: Run, state: TrainState) -> None:
     folder = run.folder / "export"
     shutil.rmtree(folder, ignore_errors=True)
     export_draft(copy.deepcopy(run.learner.draft).to(run.data.dtype), folder)
+    write_json(folder / TRAINED_ON, dict(run.data.states_identity))
     plot_training(read_metrics(run.folder), run.folder / "training.png", run.config.name)
     keep = run.config.exp_manager.checkpoint_callback_params
     best = best_first(run.checkpoint_folder, keep.monitor, keep.mode)

@@ -36,6 +36,7 @@ from pipeline.target.forward import forward_hidden
 from pipeline.target.head import bundle_of
 from pipeline.target.load import Target, load_target
 from pipeline.train.evaluate import score
+from pipeline.train.identity import check_target
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,9 @@ def evaluate(config: Config, ranks: Ranks) -> dict[str, Any]:
 def load_pair(config: Config, ranks: Ranks) -> Pair:
     """The whole target, and the exported draft in its dtype. Every rank must call it."""
     section = config.model.target
-    draft = load_draft(Path(config.evaluate.draft or f"{config.log_dir}/export"))
+    folder = Path(config.evaluate.draft or f"{config.log_dir}/export")
+    draft = load_draft(folder)
+    check_target(section, folder)
     target = load_target(section, ranks, draft.config.target_layer_ids, final=True)
     check_rewindable(target.model)
     ends = target.model.generation_config.eos_token_id
