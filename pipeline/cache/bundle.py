@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from pipeline.errors import CacheCorruptError
 from pipeline.records import TargetBundle
-from pipeline.runtime.files import write_json
+from pipeline.runtime.files import follow_umask, write_json
 
 BUNDLE_FILES = ("bundle.safetensors", "bundle.json")
 _SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
@@ -31,6 +31,7 @@ def save_bundle(folder: Path, bundle: TargetBundle) -> None:
     temporary = folder / f".bundle.{os.getpid()}-{secrets.token_hex(4)}"
     try:
         safetensors.torch.save_file(tensors, temporary)
+        follow_umask(temporary)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, folder / BUNDLE_FILES[0])

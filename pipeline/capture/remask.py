@@ -10,11 +10,12 @@ import numpy as np
 from pipeline.cache.commit import check_complete, complete, reopen
 from pipeline.cache.manifest import Manifest, check_identity, read_manifest
 from pipeline.cache.remask import replace_samples
+from pipeline.cache.verify import verify
 from pipeline.capture.identity import shards_of
 from pipeline.config.schema import Config
 from pipeline.corpus.plan import stored_order
 from pipeline.corpus.prepare import prepare
-from pipeline.errors import CacheMismatchError, ConfigError
+from pipeline.errors import CacheCorruptError, CacheMismatchError, ConfigError
 from pipeline.runtime.files import FolderLock
 from pipeline.runtime.logs import Progress
 
@@ -45,6 +46,8 @@ def remask(config: Config) -> Manifest:
         if found.state == "complete" and found.samples_identity == corpus.samples_fields:
             log.info("%s has these masks and splits already", cache)
             return found
+        if found.state == "complete" and (faults := verify(cache)):
+            raise CacheCorruptError(f"{cache} has {len(faults)} fault(s), the first: {faults[0]}. Run repair before masks are changed.")
         shards = shards_of(config, corpus, found.segments)
 
         def rewrite(shard: int) -> None:

@@ -1,7 +1,6 @@
 """A draft as a folder that servers load: `config.json` and `model.safetensors` (DFLASH §7)."""
 
 import json
-import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -10,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.model import Draft
 from pipeline.errors import DraftError
+from pipeline.runtime.files import follow_umask
 
 
 def export_draft(draft: Draft, folder: Path) -> None:
@@ -17,10 +17,10 @@ def export_draft(draft: Draft, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in draft.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    follow_umask(folder / "model.safetensors")
     dtype = str(draft.fc.weight.dtype).removeprefix("torch.")
     values = {**draft.config.to_json(), "dtype": dtype, "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody but the owner read what it writes
 
 
 def load_draft(folder: Path) -> Draft:

@@ -83,6 +83,16 @@ def file_digest(path: Path | str) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def follow_umask(path: Path | str) -> None:
+    """Give a file the permissions that a newly opened one gets: safetensors lets nobody but the owner read what it writes."""
+    beside = _temporary_name(Path(path))
+    try:
+        beside.touch(exist_ok=False)
+        shutil.copymode(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path | str) -> None:
     """Flush the names in `folder` to the disk: a rename is durable only after this."""
     _sync(folder)

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,16 @@ def test_comes_back(tied: bool, tmp_path: Path) -> None:
         assert caches.same_bits(getattr(found, name), getattr(saved, name))
     assert (found.config, found.final_logit_softcapping, found.output_multiplier) == (saved.config, 30.0, 1.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle.json", "bundle.safetensors"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_who_may_read_it_is_for_the_umask_to_say(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        save_bundle(tmp_path, caches.bundle())
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {"bundle.json": mode, "bundle.safetensors": mode}
 
 
 def test_the_same_bundle_is_the_same_bytes(tmp_path: Path) -> None:

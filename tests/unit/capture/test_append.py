@@ -136,7 +136,7 @@ def test_rows_and_layers_at_once(copied: Path, tiny_target: Path) -> None:
 
 @pytest.mark.parametrize("resume", [append, pytest.param(capture, marks=pytest.mark.slow)])
 def test_half_done_and_taken_up(copied: Path, tiny_target: Path, resume: Callable[..., None]) -> None:
-    """Two shards have got the new arrays, the others not. Nobody reads such a cache; append, or capture, does what is left, nothing twice."""
+    """Two shards have the new arrays, the others not. Nobody reads such a cache; append, or capture, does the rest, nothing twice."""
     config, cache = capture_config(tiny_target, copied, **MORE), copied / "cache"
     old = shutil.copytree(cache, copied / "old")
     append(config, lone_rank())
