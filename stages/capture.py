@@ -1,6 +1,7 @@
 """Stage one: hidden states of a frozen target, captured into a cache.
 
 accelerate launch stages/capture.py CONFIG.yaml [a.b=value …]
+accelerate launch stages/capture.py CONFIG.yaml --plan            what that will take: bytes, hours, files; captures nothing
 """
 
 import sys
@@ -31,5 +32,23 @@ def main(config: Config) -> None:
         stop_ranks()
 
 
+def plan(config: Config) -> None:
+    """Print what the capture will take: tokens, bytes by codec, files, hours on the ranks that run, and when it pays. Captures nothing."""
+    from pipeline.capture.plan import as_text
+    from pipeline.capture.plan import plan as predict
+    from pipeline.runtime.ranks import start_ranks, stop_ranks
+
+    ranks = start_ranks(config.model.target.tp_size, config.trainer.devices, config.trainer.num_nodes)
+    try:
+        predicted = predict(config, ranks)
+        if predicted is not None:
+            print(as_text(predicted))
+    except PeerFailedError as error:
+        log_to_file(str(error))
+        raise SystemExit(2) from None
+    finally:
+        stop_ranks()
+
+
 if __name__ == "__main__":
-    sys.exit(run_stage("capture", main, sys.argv[1:]))
+    sys.exit(run_stage("capture", main, sys.argv[1:], options={"--plan": plan}))

@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 from safetensors import SafetensorError
 
 from pipeline.cache.bundle import save_bundle
@@ -29,6 +30,8 @@ from pipeline.capture.identity import expected_manifest, shards_of
 from pipeline.capture.launch import Launch
 from pipeline.capture.locks import capture_lock
 from pipeline.capture.shards import Work, capture_shards
+from pipeline.capture.sizes import free_bytes
+from pipeline.capture.space import check_space, packed_share, raw_missing_bytes, with_need
 from pipeline.config.load import to_yaml
 from pipeline.config.schema import Config
 from pipeline.corpus.chat import load_tokenizer
@@ -40,6 +43,7 @@ from pipeline.runtime.files import FolderLock, atomic_file, atomic_folder, write
 from pipeline.runtime.logs import Progress
 from pipeline.runtime.provenance import provenance
 from pipeline.runtime.ranks import Ranks
+from pipeline.target.forward import forward_hidden
 from pipeline.target.head import bundle_of
 from pipeline.target.load import Target, load_target
 from pipeline.target.probe import PROBE_FILE, add_to_probe, check_padding, compare_probe, probe_states, save_probe
@@ -115,10 +119,15 @@ def _plan(config: Config, cache: Path, launch: Launch, first: Change | None) -> 
             "prepared": str(corpus.path.absolute()),
             "manifest": manifest.model_dump(mode="json"),
             "pending": {str(shard): arrays for shard, arrays in pending.items()},
+            "raw_missing": raw_missing_bytes(manifest, missing, _shard_tokens(config, corpus, manifest)),
             "larger": larger is not None,
             "needs_target": bool(pending) or not (target_folder(cache) / PROBE_FILE).exists(),
         },
     )
+
+
+def _shard_tokens(config: Config, corpus: PreparedCorpus, manifest: Manifest) -> list[int]:
+    return [int(corpus.num_tokens[np.asarray(rows)].sum()) for rows in shards_of(config, corpus, manifest.segments)]
 
 
 def _keep_provenance(config: Config, cache: Path, launch: Launch) -> None:
@@ -143,6 +152,7 @@ def _work(config: Config, cache: Path, launch: Launch, ranks: Ranks) -> tuple[Wo
         pending={int(shard): tuple(arrays) for shard, arrays in plan["pending"].items()},
         larger=plan["larger"],
         batch_tokens=config.capture.batch_tokens,
+        raw_missing=plan["raw_missing"],
         launch=launch,
         ranks=ranks,
     )
@@ -156,11 +166,34 @@ def _capture_pending(config: Config, work: Work) -> None:
     _warn_of_long_samples(target, int(work.lengths.max()))
     check_padding(target)
     _create(config, work, target)
+    if work.pending:
+        _check_space(work, target)
 
     mine = sorted(work.pending)[ranks.dp_rank :: ranks.dp_size]
     label = "capturing" if ranks.dp_size == 1 else f"capturing (the first of {ranks.dp_size} groups)"
     with Progress(sum(work.num_tokens(shard) for shard in mine), "tokens", label, ranks.is_main) as progress:
-        capture_shards(work, target, mine, progress)
+        try:
+            capture_shards(work, target, mine, progress)
+        except CacheError as error:
+            if (told := with_need(error, work.cache, work.raw_missing)) is error:
+                raise
+            raise told from error
+
+
+def _check_space(work: Work, target: Target) -> None:
+    """Stop all ranks before the first shard when the disk is too small. Only where the states would not fit unpacked is a batch tried."""
+    launch, ranks = work.launch, work.ranks
+    if ranks.is_main:
+        launch.tell("tight", work.raw_missing > free_bytes(work.cache))
+    if not launch.hear("tight", "a look at the disk"):
+        return
+    if ranks.dp_rank == 0:
+        batches = work.batches(min(work.pending))
+        captured = forward_hidden(target, batches[len(batches) // 2])
+        if ranks.is_main:
+            check_space(work.cache, work.raw_missing, packed_share(work.manifest, captured))
+            launch.tell("fits", True)
+    launch.hear("fits", "a look at the size of packed states")
 
 
 def _create(config: Config, work: Work, target: Target) -> None:

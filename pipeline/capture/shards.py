@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.cache.commit import commit_shard, committed_shards, extend_shard
-from pipeline.cache.manifest import FileRecord, Manifest
+from pipeline.cache.manifest import FileRecord, Manifest, ShardMarker
 from pipeline.cache.writer import ShardWriter
 from pipeline.capture.launch import Launch
+from pipeline.capture.space import SpaceLeft
 from pipeline.corpus.plan import plan_batches
 from pipeline.corpus.prepared import PreparedCorpus
 from pipeline.errors import CacheError
@@ -34,6 +35,7 @@ from pipeline.target.load import Target
 class Work:
     """What all shards of a launch have in common. `lengths` are the corpus's, in tokens, `shards[i]` the samples of shard i, ascending.
     `pending`: by shard, the arrays to capture; all of them for a shard that is not there, some for one that is to get more.
+    `raw_missing`: bytes of all that the cache lacks, before packing, parts of other jobs included.
     `larger`: the manifest takes the place of the cache's, to which it adds something."""
 
     cache: Path
@@ -44,6 +46,7 @@ class Work:
     pending: Mapping[int, tuple[str, ...]]
     larger: bool
     batch_tokens: int
+    raw_missing: int
     launch: Launch
     ranks: Ranks
 
@@ -66,6 +69,7 @@ def capture_shards(work: Work, target: Target, numbers: Sequence[int], progress:
 
     Raises `HiddenStateError` naming the sample whose states are unusable, `CacheError` when the disk is. What was committed stays.
     """
+    space = SpaceLeft(work.cache, work.manifest, work.raw_missing)
     with _Background() as background:
         for number in numbers:
             batches = work.batches(number)
@@ -86,7 +90,8 @@ def capture_shards(work: Work, target: Target, numbers: Sequence[int], progress:
                     writer.abandon()
                 raise
             samples = [sample for batch in batches for sample in batch]
-            background.start(partial(_finish, work, number, samples, writer))
+            committed = partial(_finish, work, number, samples, writer)
+            background.start(partial(_finish_and_look, committed, space if work.ranks.is_main else None, progress.done / progress.total))
         background.wait()
 
 
@@ -102,7 +107,13 @@ def forward_ahead(target: Target, batches: Sequence[Sequence[TokenSample]]) -> I
         yield flights.popleft().land()
 
 
-def _finish(work: Work, number: int, samples: Sequence[TokenSample], writer: ShardWriter | None) -> None:
+def _finish_and_look(finish: Callable[[], ShardMarker | None], space: SpaceLeft | None, done: float) -> None:
+    marker = finish()
+    if marker is not None and space is not None:
+        space.look(marker, done)
+
+
+def _finish(work: Work, number: int, samples: Sequence[TokenSample], writer: ShardWriter | None) -> ShardMarker | None:
     """Flush this rank's files; the first rank of the group gathers the records of all and commits."""
     launch, ranks = work.launch, work.ranks
     try:
@@ -113,15 +124,14 @@ def _finish(work: Work, number: int, samples: Sequence[TokenSample], writer: Sha
         raise
     if ranks.tp_rank:
         launch.tell(f"shard-{number}-{ranks.tp_rank}", {path: record.model_dump() for path, record in records.items()})
-        return
+        return None
     for other in range(1, ranks.tp_size):
         told = launch.take(f"shard-{number}-{other}", f"the layers of shard {number} that rank {ranks.rank + other} writes")
         records |= {path: FileRecord(**record) for path, record in told.items()}
     try:
         if number in committed_shards(work.cache, (number,)):
-            extend_shard(work.cache, number, work.pending[number], records, attempt=launch.token)
-        else:
-            commit_shard(work.cache, number, samples, records, attempt=launch.token)
+            return extend_shard(work.cache, number, work.pending[number], records, attempt=launch.token)
+        return commit_shard(work.cache, number, samples, records, attempt=launch.token)
     except OSError as error:
         raise CacheError(
             f"shard {number} of {work.cache} cannot be committed: {error}. Free disk space, then run capture again."

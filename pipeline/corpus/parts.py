@@ -54,7 +54,9 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class Kept:
+    """A row's sample before its id is known to be unique."""
+
     row: int
     own_id: str | None
     split: str
@@ -74,10 +76,10 @@ def hash_id(sample_id: str) -> int:
 def write_part(template: Template, rules: Rules, part: Part, path: Path) -> None:
     """Tokenise the rows of `part` into the file `path`. Raises `CorpusError` when the source was changed."""
     account = Account()
-    kept: list[_Kept] = []
+    kept: list[Kept] = []
     for row in read_part(part):
         account.rows += 1
-        sample = _sample(template, rules, part, row, account)
+        sample = sample_of(template, rules, part, row, account)
         if isinstance(sample, Unusable):
             account.dropped.append((row.row, sample.reason, sample.detail))
         else:
@@ -93,7 +95,8 @@ def read_account(schema: pa.Schema) -> Account:
     return Account(**json.loads(schema.metadata[ACCOUNT]))
 
 
-def _sample(template: Template, rules: Rules, part: Part, row: Row, account: Account) -> _Kept | Unusable:
+def sample_of(template: Template, rules: Rules, part: Part, row: Row, account: Account) -> Kept | Unusable:
+    """The sample that a row gives, counted in `account` where it is a special one; or why it gives none."""
     if row.messages is None:
         return row.unusable or Unusable("wrong type")
     if unusable := check_turns(row.messages):
@@ -108,7 +111,7 @@ def _sample(template: Template, rules: Rules, part: Part, row: Row, account: Acc
     account.truncated += len(rendered.input_ids) < len(whole.input_ids)
     account.last_turn_only += whole.last_turn_only
     account.answers_cut_short += cut_short
-    return _Kept(row.row, _usable_id(row.id), split_of(whole.input_ids, part.source.split, rules.heldout_fraction), rendered)
+    return Kept(row.row, _usable_id(row.id), split_of(whole.input_ids, part.source.split, rules.heldout_fraction), rendered)
 
 
 def _usable_id(own_id: str | None) -> str | None:
@@ -122,7 +125,7 @@ def _usable_id(own_id: str | None) -> str | None:
     return own_id
 
 
-def _batch(part: Part, kept: Sequence[_Kept]) -> pa.RecordBatch:
+def _batch(part: Part, kept: Sequence[Kept]) -> pa.RecordBatch:
     source, rendered = part.source, [sample.rendered for sample in kept]
     spans = [r.spans for r in rendered]
     flat = np.concatenate([np.zeros((0, 2), dtype=np.int32), *spans])

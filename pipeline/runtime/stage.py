@@ -20,15 +20,18 @@ log = logging.getLogger(__name__)
 Main: TypeAlias = Callable[[Config], None]
 
 
-def run_stage(stage: Stage, main: Main | Mapping[str, Main], argv: Sequence[str]) -> int:
+def run_stage(stage: Stage, main: Main | Mapping[str, Main], argv: Sequence[str], options: Mapping[str, Main] | None = None) -> int:
     """Run `main` with the configuration that `argv` (without the program's name) gives, and return the exit code.
 
-    `argv` is `CONFIG [a.b=c …]`; where `main` is a mapping, the name of one of its entries comes first. A `PipelineError` becomes
-    one paragraph on stderr and exit code 2 (143 when SIGTERM ended the run); any other exception is a bug and passes through with its
-    traceback.
+    `argv` is `CONFIG [a.b=c …]`; where `main` is a mapping, the name of one of its entries comes first. An option, such as `--plan`, names
+    what runs in place of `main`. A `PipelineError` becomes one paragraph on stderr and exit code 2 (143 when SIGTERM ended the run);
+    any other exception is a bug and passes through with its traceback.
     """
     rank = int(os.environ.get("RANK", "0"))
     setup_logs(rank, None)
+    for option, other in (options or {}).items():
+        if option in argv:
+            main, argv = other, [argument for argument in argv if argument != option]
     if any(argument in ("-h", "--help") for argument in argv):
         print(_help(main))
         return 0

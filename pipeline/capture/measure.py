@@ -1,0 +1,152 @@
+"""A timed probe of this target on this machine: how fast it is captured, and how fast a draft eats what was captured.
+
+All groups measure at the same time, as they would work, on batches of the corpus's own samples. What is written goes into the
+launch's folder, on the disk of the cache, and is removed.
+"""
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.cache.layout import FINAL
+from pipeline.cache.manifest import Manifest
+from pipeline.cache.writer import ShardWriter
+from pipeline.capture.launch import Launch
+from pipeline.capture.shards import forward_ahead
+from pipeline.capture.sizes import CODECS, ChunkBytes, measure_chunk
+from pipeline.config.schema import Config
+from pipeline.corpus.plan import plan_batches
+from pipeline.draft.anchors import draw_anchors, usable_anchors
+from pipeline.draft.loss import objective
+from pipeline.draft.model import Draft, DraftConfig
+from pipeline.records import CapturedSample, DraftBatch, TargetBundle, TokenSample
+from pipeline.runtime.ranks import Ranks
+from pipeline.target.load import Target
+
+PROBE_SECONDS = 12.0
+STATES_BYTES = 1 << 30
+"""Most that is kept of the probe's states to look at."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Tokens a second of one group: `forward` of the target alone, `captured` with packing and writing, `trained` by one draft on one rank,
+    reading left out. `chunks`: by codec and array. `tokens` were forwarded."""
+
+    forward: float
+    captured: float
+    trained: float
+    tokens: int
+    chunks: Mapping[str, Mapping[str, ChunkBytes]]
+
+
+def measure(config: Config, target: Target, manifest: Manifest, samples: Sequence[TokenSample], launch: Launch, ranks: Ranks) -> Probe:
+    """Forward and capture batches of `samples` for some seconds each; every rank calls this with the same samples."""
+    batches = _spread([[samples[i] for i in batch] for batch in _batches(config, samples)])
+    begin = time.perf_counter()
+    list(forward_ahead(target, batches[:1]))  # the first forward pays for kernels and memory
+    begin = time.perf_counter()
+    list(forward_ahead(target, batches[:1]))
+    if ranks.tp_rank == 0:  # all ranks of a group must forward the same batches
+        seconds = max(1e-4, time.perf_counter() - begin)
+        launch.tell(f"batches-{ranks.dp_rank}", max(1, min(len(batches), int(PROBE_SECONDS / seconds))))
+    batches = batches[: launch.hear(f"batches-{ranks.dp_rank}", "the size of the probe")]
+    tokens = sum(sample.num_tokens for batch in batches for sample in batch)
+    bytes_a_token = len(manifest.arrays) * manifest.hidden_size * manifest.spec(manifest.arrays[0]).item_bytes
+    kept: list[CapturedSample] = []
+    begin = time.perf_counter()
+    for captured in forward_ahead(target, batches):
+        if sum(sample.tokens.num_tokens for sample in kept) * bytes_a_token < STATES_BYTES:
+            kept += captured
+    forward = tokens / (time.perf_counter() - begin)
+    begin = time.perf_counter()
+    _write(target, manifest, batches, launch, ranks)
+    written = tokens / (time.perf_counter() - begin)
+    return Probe(forward, written, 0.0, tokens, _chunks(manifest, kept))
+
+
+def time_draft(config: Config, target: Target, bundle: TargetBundle, samples: Sequence[TokenSample]) -> float:
+    """Tokens a second of a draft's forward and backward, a sample at a time; 0 when no sample has a usable anchor."""
+    section = config.model.draft.model_copy(update={"mask_token_id": target.vocab_size - 1})
+    geometry = DraftConfig.build(section, bundle, target.layer_ids, {})
+    draft = Draft(geometry).to(target.device)
+    mixed = config.trainer.precision == "bf16-mixed"
+    moved = bundle.to(target.device, torch.bfloat16 if mixed else torch.float32)
+    tokens, seconds = 0, 0.0
+    for captured in forward_ahead(target, [[sample] for sample in samples]):
+        for batch in filter(None, [_draft_batch(config, geometry, one) for one in captured]):
+            begin = time.perf_counter()
+            with torch.autocast(target.device.type, torch.bfloat16) if mixed else nullcontext():
+                sums = objective(draft, moved, batch.to(target.device), config.model.objective)
+            torch.autograd.backward(sums.numerator)
+            float(sums.denominator)  # waits for the device
+            if tokens or seconds:
+                tokens += batch.input_ids.shape[1]
+                seconds += time.perf_counter() - begin
+            else:
+                seconds = 1e-9  # the first step pays for kernels and memory
+        if seconds > PROBE_SECONDS / 2:
+            break
+    return tokens / seconds if tokens else 0.0
+
+
+def _draft_batch(config: Config, geometry: DraftConfig, captured: CapturedSample) -> DraftBatch | None:
+    tokens, section = captured.tokens, config.model.objective
+    usable = usable_anchors(tokens.spans, tokens.num_tokens, geometry.block_size, section.anchor_fit)
+    if not len(usable):
+        return None
+    anchors = torch.from_numpy(draw_anchors(0, 0, tokens.sample_id, usable, section.num_anchors))[None]
+    return DraftBatch(
+        sample_ids=(tokens.sample_id,),
+        input_ids=torch.from_numpy(tokens.input_ids.astype(np.int64))[None],
+        loss_mask=torch.from_numpy(tokens.loss_mask)[None],
+        features=captured.features(geometry.target_layer_ids)[None].float(),
+        position_ids=torch.arange(tokens.num_tokens)[None],
+        anchors=anchors,
+        document_start=torch.zeros_like(anchors),
+        document_end=torch.full_like(anchors, tokens.num_tokens),
+        block_valid=torch.ones_like(anchors, dtype=torch.bool),
+    )
+
+
+def _batches(config: Config, samples: Sequence[TokenSample]) -> list[list[int]]:
+    """Batches as a shard of these samples would have them."""
+    lengths = np.array([sample.num_tokens for sample in samples])
+    fitting = max(1, int(np.searchsorted(np.cumsum(lengths), config.capture.shard_tokens, side="right")))
+    return plan_batches(lengths[:fitting], config.capture.batch_tokens)
+
+
+def _spread(batches: list[list[TokenSample]]) -> list[list[TokenSample]]:
+    """The batches, which ascend in length, in an order of which any beginning is spread over all lengths."""
+    places = sorted(range(len(batches)), key=lambda i: (i * 0.6180339887498949 + 0.5) % 1.0)
+    return [batches[i] for i in places]
+
+
+def _write(target: Target, manifest: Manifest, batches: Sequence[Sequence[TokenSample]], launch: Launch, ranks: Ranks) -> None:
+    folder = launch.folder / f"probe-{ranks.dp_rank}"
+    names = manifest.arrays[ranks.tp_rank :: ranks.tp_size]
+    writer = ShardWriter(folder, 0, manifest, names, attempt=launch.token) if names else None
+    try:
+        for captured in forward_ahead(target, batches):
+            for sample in captured:
+                if writer is not None:
+                    writer.append(sample)
+        if writer is not None:
+            writer.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _chunks(manifest: Manifest, captured: Sequence[CapturedSample]) -> dict[str, dict[str, ChunkBytes]]:
+    found: dict[str, dict[str, ChunkBytes]] = {codec: {} for codec in CODECS}
+    for name in manifest.arrays:
+        states = [sample.final if name == FINAL else sample.hidden[int(name.removeprefix("layer_"))] for sample in captured]
+        rows = torch.cat([state for state in states if state is not None])
+        for codec in CODECS:
+            found[codec][name] = measure_chunk(rows, manifest.model_copy(update={"codec": codec}).spec(name))
+    return found
