@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.manifest import FORMAT_VERSION
+from pipeline.cache.layout import FORMAT_VERSION
 from pipeline.cache.verify import verify
 from tests.support.launch import REPOSITORY
 from tests.support.v1_caches import CACHES, contents, write
