@@ -180,9 +180,10 @@ class DraftConfig:
             rope_theta=_plain_rope_theta(values),
             attention_bias=bool(values.get("attention_bias", False)),
             max_position_embeddings=int(values.get("max_position_embeddings", 32768)),
-            input_embedding_scale=float(dflash.get("input_embedding_scale", 1.0)),
-            output_multiplier=float(dflash.get("output_multiplier", 1.0)),
-            final_logit_softcapping=dflash.get("final_logit_softcapping"),
+            # Like z-lab's class: at the top level too, and a soft cap of 0 is none.
+            input_embedding_scale=float(merged.get("input_embedding_scale") or 1.0),
+            output_multiplier=float(merged.get("output_multiplier") or 1.0),
+            final_logit_softcapping=merged.get("final_logit_softcapping") or None,
         )
 
 

@@ -80,6 +80,20 @@ def build_draft(case: Case) -> Draft:
     return draft.eval()
 
 
+def build_bundle(draft: Draft, embedding: torch.Tensor, head: torch.Tensor) -> TargetBundle:
+    """The target's part, with the scales and the soft cap that the draft's configuration says it has."""
+    config = draft.config
+    return TargetBundle(
+        embedding=embedding,
+        head=head,
+        final_norm=torch.ones(config.hidden_size),
+        config={},
+        input_embedding_scale=config.input_embedding_scale,
+        output_multiplier=config.output_multiplier,
+        final_logit_softcapping=config.final_logit_softcapping,
+    ).check()
+
+
 def build_batch(case: Case) -> DraftBatch:
     inputs = case.group("inputs")
     ids, anchors = inputs["input_ids"], inputs["anchor_positions"]
@@ -105,7 +119,7 @@ def build_batch(case: Case) -> DraftBatch:
 def check_objective(case: Case) -> None:
     draft, batch, outputs = build_draft(case), build_batch(case), case.group("outputs")
     target = case.group("weights_target")
-    bundle = TargetBundle(target["embed_tokens.weight"], target["lm_head.weight"], torch.ones(draft.config.hidden_size), {}).check()
+    bundle = build_bundle(draft, target["embed_tokens.weight"], target["lm_head.weight"])
     block = draft.config.block_size
     kept = batch.block_valid.repeat_interleave(block, dim=1)  # rows of padding blocks are not compared
 
@@ -159,13 +173,12 @@ def check_decode(case: Case) -> None:
     draft, values, outputs = build_draft(case), case.values, case.group("outputs")
     target = Qwen3ForCausalLM(Qwen3Config(**values["target_config"])).eval()
     target.load_state_dict(case.group("weights_target"))
-    embedding, head = target.get_input_embeddings().weight.detach(), target.lm_head.weight.detach()
-    bundle = TargetBundle(embedding, head, target.model.norm.weight.detach(), values["target_config"]).check()
-    prompt = case.tensors["inputs/prompt"][0].tolist()
+    bundle = build_bundle(draft, target.get_input_embeddings().weight.detach(), target.lm_head.weight.detach())
+    prompt, stop_ids = case.tensors["inputs/prompt"][0].tolist(), values.get("stop_token_ids") or ()
 
-    greedy = greedy_decode(target, prompt, values["max_new_tokens"], ())
+    greedy = greedy_decode(target, prompt, values["max_new_tokens"], stop_ids)
     assert prompt + greedy.ids == outputs["greedy_ids"][0].tolist()
-    served = speculative_decode(target, draft, bundle, prompt, values["max_new_tokens"], ())
+    served = speculative_decode(target, draft, bundle, prompt, values["max_new_tokens"], stop_ids)
     assert prompt + served.ids == outputs["speculative_ids"][0].tolist()
     assert (served.ids == greedy.ids) == values["expect"]["lossless"]
     assert served.step_lengths == outputs["acceptance_lengths"].tolist()

@@ -55,6 +55,9 @@ def test_scales_of_the_target_are_the_drafts() -> None:
     assert (exported["input_embedding_scale"], exported["output_multiplier"], exported["final_logit_softcapping"]) == (5.5, 0.5, 30.0)
     assert DraftConfig.from_json(scaled.to_json()) == scaled
     assert set(build().to_json()["dflash_config"]) == {"target_layer_ids", "mask_token_id", "block_size"}
+    # Of a published draft: at the top level as well, and a soft cap of 0 is none.
+    elsewhere = DraftConfig.from_json({**build().to_json(), "input_embedding_scale": 5.5, "final_logit_softcapping": 0.0})
+    assert (elsewhere.input_embedding_scale, elsewhere.output_multiplier, elsewhere.final_logit_softcapping) == (5.5, 1.0, None)
 
 
 @pytest.mark.parametrize(
