@@ -139,7 +139,7 @@ def parse_sealed(model: type[Model], data: bytes, path: Path) -> Model:
 
 def read_manifest(cache: Path) -> Manifest:
     """The manifest of `cache`; a missing one is an error that says whether shards lie there."""
-    path = cache / MANIFEST
+    path = inside(cache, cache / MANIFEST)
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:

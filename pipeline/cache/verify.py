@@ -143,10 +143,14 @@ def _index_faults(cache: Path, manifest: Manifest, faulty: set[str], full: bool)
         faults = _file_faults(cache, cache, {INDEX: manifest.index}, full=True)
         if faults:
             return [Fault(fault.file, f"{fault.problem} Delete it; it is made again from the shards.") for fault in faults]
+        try:
+            index = load_index(cache, manifest)
+        except CacheError as error:
+            return [Fault(INDEX, str(error))]
         markers = [f"shards/{shard:05d}/{MARKER}" for shard in range(manifest.num_shards)]
         return [
             Fault(marker, "is not the marker that the index records: another shard was put in the place of this one")
-            for marker, entry in zip(markers, load_index(cache, manifest).shards, strict=True)
+            for marker, entry in zip(markers, index.shards, strict=True)
             if marker not in faulty and (cache / marker).is_file() and file_digest(cache / marker) != entry.marker_sha256
         ]
     if full and not faulty and build_index(cache, manifest).content_sha256() != manifest.index_content_sha256:
@@ -155,4 +159,4 @@ def _index_faults(cache: Path, manifest: Manifest, faulty: set[str], full: bool)
 
 
 def _fault(cache: Path, path: Path, problem: str) -> Fault:
-    return Fault(str(path.relative_to(cache)), problem)
+    return Fault(os.path.relpath(path, cache), problem)

@@ -84,6 +84,17 @@ def load_tokenizer(section: TargetSection) -> Any:
     return tokenizer
 
 
+def load_saved_tokenizer(folder: Path) -> Any:
+    """The fast tokenizer that capture saved in a cache. Nothing that the folder may bring is executed, whatever its files ask for."""
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - as above
+
+    try:
+        # Of the class itself, and not of the one that the files name: custom code is never looked for.
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise TargetError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {shown(str(error))}.") from error
+
+
 def read_template(tokenizer: Any, arguments: Mapping[str, Any]) -> Template:
     """Try the chat template on a plain chat, and see how it opens and ends an answer.
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pipeline.cache.reader import Cache
 from pipeline.config.schema import Config
-from pipeline.corpus.chat import load_tokenizer
+from pipeline.corpus.chat import load_saved_tokenizer, load_tokenizer
 from pipeline.corpus.plan import plan_batches
 from pipeline.corpus.prepare import open_prepared, prepare, prepared_folder
 from pipeline.corpus.prepared import DESCRIPTION_FILE, PreparedCorpus
@@ -106,7 +106,6 @@ def open_cache(config: Config) -> TrainingData:
     spans = np.stack((index.span_starts, np.minimum(index.span_lengths, max_tokens - index.span_starts)), axis=1)[kept]
     offsets = np.concatenate(([0], np.cumsum(kept)))[index.span_offsets]
     usable, usable_partial = (found[order] for found in _usable(config, spans, offsets, num_tokens))
-    section = config.model.target.model_copy(update={"path": str(cache.tokenizer_dir), "revision": None, "chat_template": None})
     return TrainingData(
         source=lambda numbers: [cache.read(int(order[n]), layer_ids, max_tokens=max_tokens) for n in numbers],
         any_thread=True,
@@ -117,7 +116,7 @@ def open_cache(config: Config) -> TrainingData:
         bundle=cache.bundle(),
         layer_ids=layer_ids,
         dtype=DTYPES[cache.manifest.dtype],
-        special_ids=_special_ids(load_tokenizer(section)),
+        special_ids=_special_ids(load_saved_tokenizer(cache.tokenizer_dir)),
         used_token_ids=index.used_token_ids,
         identity={"mode": "offline", "cache": cache.digest(), "max_tokens": int(num_tokens.max())},
         states_identity=cache.manifest.states_identity,

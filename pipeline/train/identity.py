@@ -121,6 +121,7 @@ def _corpus(config: Config, cache: Cache) -> PreparedCorpus | None:
         "path": str(cache.tokenizer_dir),
         "revision": None,
         "chat_template": None,
+        "trust_remote_code": False,  # nothing that a cache brings is executed
         "chat_template_kwargs": states["chat_template_kwargs"],
     }
     as_captured = config.model_copy(
@@ -140,7 +141,7 @@ def _corpus(config: Config, cache: Cache) -> PreparedCorpus | None:
         if corpus is None:
             log.info("the chats of data.train_ds are not tokenised in %s: done now, to compare them with the cache", data.prepared_dir)
             corpus = prepare(as_captured)
-    except CorpusError as error:
+    except (CorpusError, TargetError) as error:
         log.warning("the chats of data.train_ds are not compared with the cache's: %s", error)
     else:
         return corpus
