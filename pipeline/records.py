@@ -80,13 +80,46 @@ def spans_of(mask: NDArray[np.bool_]) -> NDArray[np.int32]:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantised:
+    """States [S, H] of one layer, or [R, S, L, H] of a batch, as a lossy cache holds them.
+
+    `codes` int8 [..., H]; `scales` bfloat16 [..., G], one for each `group` channels, the last of which may be fewer; `exponents` int8
+    [C, H] (or [C, L, H]), one row a chunk of the cache; `chunk` int64 [S] (or [R, S]), the row of `exponents` that a token goes with.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    exponents: torch.Tensor
+    chunk: torch.Tensor
+    group: int
+    dtype: torch.dtype
+
+    def dequantise(self) -> torch.Tensor:
+        """code · scale · 2^exponent in `dtype`, on the device that the parts lie on.
+
+        The product is exact in float32 (8 by 8 bits and a power of two) and is rounded once: every device gives the same bits.
+        """
+        powers = (self.exponents.to(torch.int32) + 127 << 23).view(torch.float32)
+        scales = self.scales.float().repeat_interleave(self.group, dim=-1)[..., : self.codes.shape[-1]]
+        states = self.codes.float().mul_(scales).mul_(powers[self.chunk])
+        largest = torch.finfo(self.dtype).max  # a scale is rounded up, which must not make the largest values infinite
+        return states.clamp_(-largest, largest).to(self.dtype)
+
+    def to(self, device: torch.device) -> Self:
+        parts = {name: getattr(self, name).to(device, non_blocking=True) for name in ("codes", "scales", "exponents", "chunk")}
+        return replace(self, **parts)
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedSample:
     """A sample with the target's hidden states: `hidden[i]` [S, H] is the output of decoder layer i (0-based), `final`
-    [S, H] the state that goes into the target's final norm, where it was asked for."""
+    [S, H] the state that goes into the target's final norm, where it was asked for. `quantised` stands in the place of `hidden`, which is
+    then empty, where states of a lossy cache are to be dequantised on another device."""
 
     tokens: TokenSample
     hidden: Mapping[int, torch.Tensor]
     final: torch.Tensor | None = None
+    quantised: Mapping[int, Quantised] | None = None
 
     def features(self, layer_ids: tuple[int, ...]) -> torch.Tensor:
         """The states of `layer_ids` side by side, in that order: [S, L·H]."""
@@ -152,6 +185,7 @@ class DraftBatch:
     `block_valid` (false for padding).
     A block sees context rows in [document_start, anchor) and its own slots; slot k stands at row anchor + k and has a
     label when anchor + k < document_end and the loss mask is true there. `final` [R, S, H] only where an objective needs it.
+    `quantised` [R, S, L, H], of a lossy cache: `features` are [R, S, 0] until `to` has moved it to the device and made them of it.
     """
 
     sample_ids: tuple[str, ...]
@@ -164,6 +198,7 @@ class DraftBatch:
     document_end: torch.Tensor
     block_valid: torch.Tensor
     final: torch.Tensor | None = None
+    quantised: Quantised | None = None
 
     def check(self) -> Self:
         rows, tokens = self.input_ids.shape
@@ -186,4 +221,6 @@ class DraftBatch:
             for name in self.__slots__
             if isinstance(getattr(self, name), torch.Tensor)
         }
+        if self.quantised is not None:
+            moved |= {"features": self.quantised.to(device).dequantise().flatten(2), "quantised": None}
         return replace(self, **moved)

@@ -51,6 +51,18 @@ DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Lossy:
+    """How a codec rounds (lossy.py): `group` channels share a scale of a token, at least `coarseness` · their root mean square."""
+
+    group: int
+    coarseness: float
+
+
+LOSSY = {"int8": Lossy(group=32, coarseness=0.0), "int4": Lossy(group=128, coarseness=0.24)}
+"""The codecs that do not keep every bit. Chosen by measurement on real states, see data_schemas/README.md."""
+
+
+@dataclass(frozen=True, slots=True)
 class ArraySpec:
     """One array of a shard: `width` values a token, of `dtype`, packed by `codec`."""
 
@@ -65,41 +77,71 @@ class ArraySpec:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one chunk before the codec."""
+        """Bytes of the states of one chunk before the codec."""
         return CHUNK_TOKENS * self.width * self.item_bytes
+
+    @property
+    def lossy(self) -> Lossy | None:
+        return LOSSY.get(self.codec)
+
+    @property
+    def num_groups(self) -> int:
+        """Scales of a token, of a lossy codec; the last group may have fewer channels."""
+        return -(-self.width // self.lossy.group) if self.lossy else 0
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows of a chunk in the Zarr array: the tokens', and with a lossy codec one before them that holds the chunk's exponents."""
+        return CHUNK_TOKENS + bool(self.lossy)
+
+    @property
+    def stored_width(self) -> int:
+        """Values of a row in the Zarr array: the states, or with a lossy codec the bytes of codes and scales."""
+        return self.width + 2 * self.num_groups
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of one chunk as the Zarr array has it, before zstd."""
+        return self.stored_rows * self.stored_width * (1 if self.lossy else self.item_bytes)
 
     def metadata(self, num_tokens: int) -> str:
         """Text of the array's `zarr.json`, a Zarr v3 array [num_tokens, width] whose single shard holds all chunks.
 
-        Each chunk: little-endian bytes, for `lossless` split into planes and packed by zstd, then a crc32c, so that a
-        damaged chunk is noticed when it is read, by us and by any other Zarr reader.
+        Each chunk: little-endian bytes, for `lossless` split into planes and packed by zstd, then a crc32c, so that a damaged chunk is
+        noticed when it is read, by us and by any other Zarr reader. With a lossy codec the array has bytes, a row more for each
+        chunk, and is packed by zstd.
         """
         codecs: list[dict[str, object]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
         if self.codec == "lossless":
             codecs.append({"name": "numcodecs.shuffle", "configuration": {"elementsize": self.item_bytes}})
+        if self.codec != "raw":
             codecs.append({"name": "zstd", "configuration": {"level": 1, "checksum": False}})
         codecs.append({"name": "crc32c"})
         sharding = {
-            "chunk_shape": [CHUNK_TOKENS, self.width],
+            "chunk_shape": [self.stored_rows, self.stored_width],
             "codecs": codecs,
             "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
             "index_location": "end",
         }
-        zarr_type = DTYPES[self.dtype].zarr_type
+        zarr_type = "uint8" if self.lossy else DTYPES[self.dtype].zarr_type
+        attributes: dict[str, object] = {"dtype": self.dtype}
+        if self.lossy:
+            attributes |= {"codec": self.codec, "group": self.lossy.group, "hidden_size": self.width}
+        chunks = num_chunks(num_tokens)
         value = {
             "zarr_format": 3,
             "node_type": "array",
-            "shape": [num_tokens, self.width],
+            "shape": [num_tokens + chunks * (self.stored_rows - CHUNK_TOKENS), self.stored_width],
             "data_type": zarr_type,
             "chunk_grid": {
                 "name": "regular",
-                "configuration": {"chunk_shape": [num_chunks(num_tokens) * CHUNK_TOKENS, self.width]},
+                "configuration": {"chunk_shape": [chunks * self.stored_rows, self.stored_width]},
             },
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": 0 if zarr_type.startswith("uint") else 0.0,
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-            "attributes": {"dtype": self.dtype},
-            "dimension_names": ["token", "hidden"],
+            "attributes": attributes,
+            "dimension_names": ["row", "byte"] if self.lossy else ["token", "hidden"],
         }
         return json.dumps(value, indent=2) + "\n"
 

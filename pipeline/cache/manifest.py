@@ -59,7 +59,7 @@ class Manifest(Sealed):
     layer_ids: tuple[int, ...] = Field(description="target layers, 0-based: id i is the output of decoder layer i")
     hidden_size: int = Field(ge=1)
     dtype: Literal["bfloat16", "float16", "float32"]
-    codec: Literal["lossless", "raw"]
+    codec: Literal["lossless", "raw", "int8", "int4"]
     final: bool = Field(description="whether the state before the target's final norm is kept, as the array `final`")
     num_shards: int = Field(ge=1)
     segments: tuple[tuple[tuple[int, int], ...], ...] | None = Field(

@@ -28,9 +28,11 @@ from pipeline.cache.layout import (
     num_chunks,
     shard_folder,
 )
+from pipeline.cache.lossy import take_quantised
 from pipeline.cache.manifest import Manifest
 from pipeline.cache.samples import ShardSamples
 from pipeline.errors import CacheCorruptError
+from pipeline.records import Quantised
 from pipeline.runtime.files import file_digest
 
 OPEN_ARRAYS = 256
@@ -73,6 +75,13 @@ class OpenFiles:
             count = min(CHUNK_TOKENS - first, len(out) - row)
             take_rows(self._last.of(file, chunk), file.spec, first, out[row : row + count])
             row += count
+
+    def read_quantised(self, shard: int, array: str, start: int, num_tokens: int) -> Quantised:
+        """Tokens start.. of an array with a lossy codec."""
+        file = self._array(shard, array)
+        begin, end = start // CHUNK_TOKENS, num_chunks(start + num_tokens)
+        chunks = [self._last.of(file, chunk) for chunk in range(begin, end)]
+        return take_quantised(chunks, start - begin * CHUNK_TOKENS, num_tokens, file.spec)
 
     def _array(self, shard: int, array: str) -> "ArrayFile":
         if self._process != os.getpid():

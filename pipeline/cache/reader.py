@@ -6,9 +6,10 @@ opened, every chunk when it is unpacked, the target's files when they are loaded
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -33,8 +34,10 @@ from pipeline.cache.layout import (
 from pipeline.cache.manifest import Manifest, read_manifest
 from pipeline.cache.openfiles import OpenFiles
 from pipeline.errors import CacheCorruptError, CacheMismatchError
-from pipeline.records import CapturedSample, TargetBundle
+from pipeline.records import CapturedSample, Quantised, TargetBundle
 from pipeline.runtime.files import file_digest
+
+State = TypeVar("State", torch.Tensor, Quantised)
 
 
 class Cache:
@@ -64,10 +67,18 @@ class Cache:
     def __len__(self) -> int:
         return len(self.index)
 
-    def read(self, i: int, layer_ids: Sequence[int] | None = None, final: bool = False, max_tokens: int | None = None) -> CapturedSample:
+    def read(
+        self,
+        i: int,
+        layer_ids: Sequence[int] | None = None,
+        final: bool = False,
+        max_tokens: int | None = None,
+        dequantise: bool = True,
+    ) -> CapturedSample:
         """Sample number `i` with the states of `layer_ids` (default: all), cut to its first `max_tokens` tokens.
 
-        States are [S, H] in the cache's dtype. Raises `CacheCorruptError` naming file and chunk when bytes were altered.
+        States are [S, H] in the cache's dtype. Those of layers of a lossy cache are left as they lie there, in `quantised`, unless they
+        are to be dequantised here. Raises `CacheCorruptError` naming file and chunk when bytes were altered.
         """
         if not 0 <= i < len(self.index):
             raise IndexError(f"sample {i} of {len(self.index)}")
@@ -77,11 +88,20 @@ class Cache:
         if max_tokens is not None:
             tokens = tokens.prefix(max_tokens)
         states: dict[str, torch.Tensor] = {}
+        quantised: dict[str, Quantised] = {}
         for name in names:
-            states[name], bits = new_states(tokens.num_tokens, self.manifest.spec(name))
-            self._files.read_rows(shard, name, offset, bits)
+            spec = self.manifest.spec(name)
+            if spec.lossy:
+                found = self._files.read_quantised(shard, name, offset, tokens.num_tokens)
+                if dequantise or name == FINAL:
+                    states[name] = found.dequantise()
+                else:
+                    quantised[name] = found
+            else:
+                states[name], bits = new_states(tokens.num_tokens, spec)
+                self._files.read_rows(shard, name, offset, bits)
         last = states.pop(FINAL, None)
-        return CapturedSample(tokens, {int(name.removeprefix("layer_")): state for name, state in states.items()}, last)
+        return CapturedSample(tokens, _by_layer(states), last, _by_layer(quantised) if quantised else None)
 
     def bundle(self) -> TargetBundle:
         """Embedding, head, final norm and config of the target, on the CPU."""
@@ -103,6 +123,10 @@ class Cache:
         for name, record in (self.manifest.target_files or {}).items():
             if name.startswith(start) and file_digest(inside(self.path, folder / name)) != record.sha256:
                 raise CacheCorruptError(f"{folder / name} was altered: its checksum is wrong. Restore it from another copy of the cache.")
+
+
+def _by_layer(states: Mapping[str, State]) -> dict[int, State]:
+    return {int(name.removeprefix("layer_")): state for name, state in states.items()}
 
 
 def _wanted(cache: Path, manifest: Manifest, layer_ids: Sequence[int] | None, final: bool) -> tuple[str, ...]:

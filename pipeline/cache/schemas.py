@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.cache.index import INDEX_SCHEMA
-from pipeline.cache.layout import DTYPES, ArraySpec
+from pipeline.cache.layout import DTYPES, LOSSY, ArraySpec
 from pipeline.cache.manifest import SEAL, Manifest, Sealed, ShardMarker
 from pipeline.cache.samples import SAMPLES_SCHEMA
 
@@ -23,7 +23,7 @@ def schemas() -> dict[str, str]:
         "hidden.zarr.json": {
             f"{dtype}, {codec}": json.loads(ArraySpec("layer_9", 4096, dtype, codec).metadata(1000))
             for dtype in DTYPES
-            for codec in ("lossless", "raw")
+            for codec in ("lossless", "raw", *LOSSY)
         },
     }
     return {name: json.dumps(value, indent=2, ensure_ascii=False) + "\n" for name, value in values.items()}

@@ -163,7 +163,7 @@ class ShardWriter:
             self._changed.notify_all()
 
     def _pack(self, stream: "_ArrayStream", chunk: Bits) -> None:
-        self._pending.append((stream, self._pool.submit(encode_chunk, chunk, stream.spec.codec)))
+        self._pending.append((stream, self._pool.submit(encode_chunk, chunk, stream.spec)))
         self._write_down_to(2 * PACKING_THREADS)
 
     def _write_down_to(self, limit: int) -> None:

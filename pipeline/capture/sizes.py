@@ -22,7 +22,7 @@ from pipeline.records import TokenSample
 
 CODECS: tuple[str, ...] = get_args(Manifest.model_fields["codec"].annotation)
 MEASURED_CHUNKS = 8
-INDEX_BYTES = 90
+INDEX_BYTES = 110
 """Of a sample in index.arrow: ids of usual length, one or two spans."""
 
 

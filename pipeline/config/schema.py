@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+LayerIds = Annotated[tuple[int, ...], Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -23,7 +25,7 @@ class TargetSection(Section):
     revision: str | None = Field(None, description="hub revision")
     dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="dtype of weights, forward and cache")
     tp_size: Positive = Field(1, description="ranks that hold one copy of the target together")
-    layer_ids: tuple[int, ...] | None = Field(
+    layer_ids: LayerIds | None = Field(
         None, description="decoder layers to capture (0-based: id i is the output of layer i); default: from the draft's depth"
     )
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", description="transformers' attention")
@@ -38,7 +40,7 @@ class DraftSection(Section):
     """The draft. Geometry that is not given is the target's own."""
 
     variant: Literal["dflash"] = Field("dflash", description="which member of the family")
-    target_layer_ids: tuple[int, ...] | None = Field(None, description="target layers it reads, in this order; default: all of the cache's")
+    target_layer_ids: LayerIds | None = Field(None, description="target layers it reads, in this order; default: all of the cache's")
     num_hidden_layers: Positive = Field(5, description="depth")
     block_size: Annotated[int, Field(ge=2)] = Field(16, description="slots of a block, the anchor's included")
     mask_token_id: int | None = Field(None, description="id fed to slots without a token; must not occur in the corpus")
@@ -73,7 +75,7 @@ class SchedSection(Section):
 class OptimSection(Section):
     name: Literal["adamw"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 6e-4
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled; matrices only, never norms or biases")
     sched: SchedSection = SchedSection()
@@ -132,7 +134,9 @@ class CaptureSection(Section):
     path: str | None = Field(None, description="folder of the cache to write")
     shard_tokens: Positive = Field(262144, description="tokens of a shard, the unit of resuming")
     batch_tokens: Positive = Field(16384, description="tokens of one forward of the target, padding included")
-    codec: Literal["lossless", "raw"] = Field("lossless", description="how hidden states are packed")
+    codec: Literal["lossless", "raw", "int8", "int4"] = Field(
+        "lossless", description="how hidden states are packed; int8 and int4 round them: data_schemas/README.md has what that costs"
+    )
     final: bool = Field(False, description="also keep the state before the target's final norm")
     parts: str | None = Field(
         None,
@@ -162,7 +166,7 @@ class TrainerSection(Section):
     precision: Literal["fp32", "bf16-mixed"] = Field("fp32", description="compute; weights and optimizer are fp32 either way")
     val_check_interval: Positive | None = Field(None, description="steps between validations; default: only at the end")
     log_every_n_steps: Positive = 10
-    seed: int = Field(0, description="of initial weights, sample order and anchors")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of initial weights, sample order and anchors")
     devices: Positive | None = Field(None, description="processes a node; a launch with another number is refused")
     num_nodes: Positive = 1
 
@@ -175,7 +179,11 @@ class TrainerSection(Section):
 
 class CheckpointSection(Section):
     every_n_train_steps: Positive | None = Field(None, description="default: val_check_interval")
-    monitor: str = "val_accept_len"
+    monitor: str = Field(
+        "val_accept_len",
+        pattern=r"^val(_|/[\w-]+/)(loss|accept_len|accuracy|walk_accept_len)$",
+        description="metric of the validation: val_accept_len, val_walk_accept_len, val_loss, val_accuracy; of one set, val/NAME/loss",
+    )
     mode: Literal["max", "min"] = "max"
     save_top_k: NonNegative = Field(1, description="best checkpoints kept beside the last")
 

@@ -107,7 +107,7 @@ def open_cache(config: Config) -> TrainingData:
     offsets = np.concatenate(([0], np.cumsum(kept)))[index.span_offsets]
     usable, usable_partial = (found[order] for found in _usable(config, spans, offsets, num_tokens))
     return TrainingData(
-        source=lambda numbers: [cache.read(int(order[n]), layer_ids, max_tokens=max_tokens) for n in numbers],
+        source=lambda numbers: [cache.read(int(order[n]), layer_ids, max_tokens=max_tokens, dequantise=False) for n in numbers],
         any_thread=True,
         split=np.array(index.splits)[index.split][order],
         num_tokens=num_tokens[order],

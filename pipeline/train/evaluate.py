@@ -58,7 +58,7 @@ def score(draft: Draft, bundle: TargetBundle, section: ObjectiveSection, sample:
     usable = usable_anchors(tokens.spans, tokens.num_tokens, config.block_size, section.anchor_fit)
     answers = [np.arange(start, start + length - 1) for start, length in tokens.spans]
     rest = np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *answers]), usable)
-    dtype = next(iter(sample.hidden.values())).dtype
+    dtype = next(state.dtype for states in (sample.hidden, sample.quantised or {}) for state in states.values())
     shape = BatchShape(config.target_layer_ids, config.block_size, config.hidden_size, dtype)
     whole = collate([sample], [np.zeros(0, np.int64)], shape).to(device)
     total = torch.zeros(len(Sums.zero(config.block_size).values), dtype=torch.float64, device=device)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.records import CapturedSample, DraftBatch, TokenSample
+from pipeline.records import CapturedSample, DraftBatch, Quantised, TokenSample
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -108,10 +108,11 @@ def collate(samples: Sequence[CapturedSample], anchors: Sequence[NDArray[np.int6
     rows, width = max(1, len(samples)), len(shape.layer_ids) * shape.hidden_size
     tokens = max([shape.block_size, *(s.tokens.num_tokens for s in samples)])
     blocks = max([1, *(len(a) for a in anchors)])
-    device = next(iter(samples[0].hidden.values())).device if samples else torch.device("cpu")
+    device = next((state.device for sample in samples for state in sample.hidden.values()), torch.device("cpu"))
+    quantised = _quantised(samples, tokens, shape) if samples and samples[0].quantised is not None else None
     input_ids = torch.zeros(rows, tokens, dtype=torch.int64)
     loss_mask = torch.zeros(rows, tokens, dtype=torch.bool)
-    features = torch.zeros(rows, tokens, width, dtype=shape.dtype, device=device)
+    features = torch.zeros(rows, tokens, 0 if quantised else width, dtype=shape.dtype, device=device)
     placed = torch.zeros(rows, blocks, dtype=torch.int64)
     ends = torch.full((rows, blocks), tokens, dtype=torch.int64)
     valid = torch.zeros(rows, blocks, dtype=torch.bool)
@@ -122,7 +123,8 @@ def collate(samples: Sequence[CapturedSample], anchors: Sequence[NDArray[np.int6
         # -1 stands where a position is fed as an embedding: never an anchor or a label, but it must not index a table either.
         input_ids[row, :length] = torch.from_numpy(sample.tokens.input_ids.astype(np.int64)).clamp_(min=0)
         loss_mask[row, :length] = torch.from_numpy(sample.tokens.loss_mask)
-        torch.cat([sample.hidden[layer] for layer in shape.layer_ids], dim=-1, out=features[row, :length])
+        if quantised is None:
+            torch.cat([sample.hidden[layer] for layer in shape.layer_ids], dim=-1, out=features[row, :length])
         if final is not None and sample.final is not None:
             final[row, :length] = sample.final
         ends[row] = length
@@ -141,7 +143,27 @@ def collate(samples: Sequence[CapturedSample], anchors: Sequence[NDArray[np.int6
         document_end=ends,
         block_valid=valid,
         final=final,
+        quantised=quantised,
     )
+
+
+def _quantised(samples: Sequence[CapturedSample], tokens: int, shape: BatchShape) -> Quantised:
+    """[R, S, L, H] of samples of a lossy cache, padded with codes 0: a third of the bytes to move to the device."""
+    parts = [[(sample.quantised or {})[layer] for layer in shape.layer_ids] for sample in samples]
+    first = parts[0][0]
+
+    def padded(of: Callable[[Quantised], torch.Tensor]) -> torch.Tensor:
+        whole = of(first).new_zeros(len(samples), tokens, len(shape.layer_ids), of(first).shape[-1])
+        for row, layers in enumerate(parts):
+            torch.stack([of(layer) for layer in layers], dim=1, out=whole[row, : len(layers[0].chunk)])
+        return whole
+
+    chunk, seen = torch.zeros(len(samples), tokens, dtype=torch.int64), 0
+    for row, layers in enumerate(parts):
+        chunk[row, : len(layers[0].chunk)] = layers[0].chunk + seen
+        seen += len(layers[0].exponents)
+    exponents = torch.cat([torch.stack([layer.exponents for layer in layers], dim=1) for layers in parts])
+    return Quantised(padded(lambda q: q.codes), padded(lambda q: q.scales), exponents, chunk, first.group, first.dtype)
 
 
 class Feed:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,11 +17,15 @@ edges = st.sampled_from([1, 2, 511, 512, 513, 1023, 1024, 1025])
 lengths = st.lists(st.one_of(st.integers(1, 700), edges), min_size=1, max_size=6)
 
 
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     shards=st.lists(lengths, min_size=1, max_size=3),
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
-    codec=st.sampled_from(["lossless", "raw"]),
+    codec=st.sampled_from(["lossless", "raw", "int8", "int4"]),
     layers=st.lists(st.integers(0, 30), min_size=1, max_size=3, unique=True),
     final=st.booleans(),
     max_tokens=st.one_of(st.none(), st.integers(1, 1100)),
@@ -50,5 +55,14 @@ def test_round_trip(
                 assert found.final is not None
                 assert sample.final is not None
                 pairs.append((found.final, sample.final))
-            assert all(caches.same_bits(state, whole[: expected.num_tokens]) for state, whole in pairs)
+            if codec in ("lossless", "raw"):
+                assert all(caches.same_bits(state, whole[: expected.num_tokens]) for state, whole in pairs)
+            else:
+                unpacked = cache.read(i, max_tokens=max_tokens, dequantise=False).quantised
+                assert unpacked is not None
+                assert all(caches.same_bits(unpacked[layer].dequantise(), found.hidden[layer]) for layer in layers)
+                assert all(state.shape == whole[: expected.num_tokens].shape and state.dtype == whole.dtype for state, whole in pairs)
+                assert all(
+                    relative_error(state, whole[: expected.num_tokens]) < {"int8": 0.02, "int4": 0.15}[codec] for state, whole in pairs
+                )
         assert verify(cache.path, full=True) == []

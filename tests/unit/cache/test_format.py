@@ -10,7 +10,8 @@ import pytest
 import torch
 import zarr
 
-from pipeline.cache.layout import DTYPES
+from pipeline.cache.layout import DTYPES, LOSSY
+from pipeline.cache.reader import Cache
 from pipeline.cache.schemas import schemas
 from tests.support import caches
 from tests.support.launch import REPOSITORY
@@ -39,6 +40,27 @@ def test_stock_zarr_reads_the_same_bits(dtype: Any, codec: str, tmp_path: Path) 
         assert found.dtype == {"bfloat16": "uint16"}.get(dtype, dtype)
         assert found.tobytes() == expected.view(torch.uint8).numpy().tobytes()
         assert np.array_equal(np.asarray(array[510:515]), found[510:515])
+
+
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3 specification")
+@pytest.mark.parametrize("codec", sorted(LOSSY))
+def test_stock_zarr_undoes_a_lossy_codec(codec: str, tmp_path: Path) -> None:
+    samples = caches.captured((600, 3, 424, 1, 30), final=True)
+    path = caches.write_cache(tmp_path / "c", [samples], caches.manifest(1, codec=codec, final=True))
+    array = zarr.open_array(path / "shards/00000/hidden.zarr/layer_4", mode="r")
+    width, group = array.attrs["hidden_size"], array.attrs["group"]
+    assert isinstance(width, int)
+    assert isinstance(group, int)
+    assert (array.attrs["dtype"], array.attrs["codec"], array.shape[0]) == ("bfloat16", codec, 1058 + 3)
+    # As data_schemas/README.md tells other readers.
+    stored = np.asarray(array[:])
+    exponents = stored[::513, :width].view(np.int8).astype(float)
+    rows = np.delete(stored, np.s_[::513], axis=0)
+    codes, scales = rows[:, :width].view(np.int8), rows[:, width:].copy().view("<u2").astype(np.uint32) << 16
+    token = np.arange(len(rows))
+    states = codes * scales.view(np.float32)[:, np.arange(width) // group] * 2.0 ** exponents[token // 512]
+    ours = torch.cat([Cache.open(path).read(i).hidden[4] for i in range(len(samples))])
+    assert torch.equal(torch.from_numpy(states).bfloat16(), ours)
 
 
 def test_one_file_an_array_and_nothing_else(small_cache: Path) -> None:

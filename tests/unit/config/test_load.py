@@ -119,7 +119,7 @@ def test_every_fault_at_once_with_paths_and_suggestions(tmp_path: Path) -> None:
         ("data.train_ds.input_cfg.0.pth: unknown field", "did you mean data.train_ds.input_cfg.0.path?"),
         ("data.train_ds.input_cfg.1:", "expected a section"),
         ("trainer:", "max_steps and max_epochs are both set"),
-        ("capture.codec:", "'lossless' or 'raw'; found 'zip'"),
+        ("capture.codec:", "'lossless', 'raw', 'int8' or 'int4'; found 'zip'"),
         ("zzz: unknown field", "the configuration has name, model, data"),
     ]
     for start, rest in expected:
