@@ -29,6 +29,8 @@ from pipeline.runtime.ranks import Ranks
 from pipeline.target.load import Target
 
 PROBE_SECONDS = 12.0
+FEWEST_TOKENS = 8192
+"""However slow the target is, so that the sizes of packed states can be told from them."""
 STATES_BYTES = 1 << 30
 """Most that is kept of the probe's states to look at."""
 
@@ -54,20 +56,22 @@ def measure(config: Config, target: Target, manifest: Manifest, samples: Sequenc
     list(forward_ahead(target, batches[:1]))
     if ranks.tp_rank == 0:  # all ranks of a group must forward the same batches
         seconds = max(1e-4, time.perf_counter() - begin)
-        launch.tell(f"batches-{ranks.dp_rank}", max(1, min(len(batches), int(PROBE_SECONDS / seconds))))
+        tokens = np.cumsum([sum(sample.num_tokens for sample in batch) for batch in batches])
+        fewest = int(np.searchsorted(tokens, FEWEST_TOKENS)) + 1
+        launch.tell(f"batches-{ranks.dp_rank}", min(len(batches), max(fewest, int(PROBE_SECONDS / seconds))))
     batches = batches[: launch.hear(f"batches-{ranks.dp_rank}", "the size of the probe")]
-    tokens = sum(sample.num_tokens for batch in batches for sample in batch)
+    num_tokens = sum(sample.num_tokens for batch in batches for sample in batch)
     bytes_a_token = len(manifest.arrays) * manifest.hidden_size * manifest.spec(manifest.arrays[0]).item_bytes
     kept: list[CapturedSample] = []
     begin = time.perf_counter()
     for captured in forward_ahead(target, batches):
         if sum(sample.tokens.num_tokens for sample in kept) * bytes_a_token < STATES_BYTES:
             kept += captured
-    forward = tokens / (time.perf_counter() - begin)
+    forward = num_tokens / (time.perf_counter() - begin)
     begin = time.perf_counter()
     _write(target, manifest, batches, launch, ranks)
-    written = tokens / (time.perf_counter() - begin)
-    return Probe(forward, written, 0.0, tokens, _chunks(manifest, kept))
+    written = num_tokens / (time.perf_counter() - begin)
+    return Probe(forward, written, 0.0, num_tokens, _chunks(manifest, kept))
 
 
 def time_draft(config: Config, target: Target, bundle: TargetBundle, samples: Sequence[TokenSample]) -> float:
