@@ -21,10 +21,10 @@ TARGET, CHATS, CACHE, TRAIN = RUN / "target", RUN / "chats", RUN / "cache", RUN 
 UNTRAINED = RUN / "untrained"
 PROMPTS = Path("configs/quickstart/prompts.jsonl")
 CAPTURE_CONFIG, TRAIN_CONFIG = "configs/capture/quickstart.yaml", "configs/train/quickstart.yaml"
-MAX_NEW_TOKENS = 192
+MAX_NEW_TOKENS = 128
 BATCH_SIZE = 27
-UNSEEN_EVERY = 13
-"""Each thirteenth prompt is kept for evaluation; the kinds of prompts lie together in the file, so each kind is in both parts."""
+UNSEEN_EVERY = 9
+"""Each ninth prompt is kept for evaluation; the kinds of prompts lie together in the file, so each kind is in both parts."""
 UNTRAINED_PROMPTS = 3
 """An untrained draft decodes one token a step, slower than the target alone: a few prompts show it."""
 
