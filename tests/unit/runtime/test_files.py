@@ -183,10 +183,16 @@ def test_who_holds_a_lock_can_be_asked(tmp_path: Path) -> None:
 def test_a_lock_can_be_waited_for(tmp_path: Path) -> None:
     first = FolderLock(tmp_path)
     first.__enter__()
-    timer = threading.Timer(0.3, first.__exit__, (None, None, None))
+    freed: list[float] = []
+
+    def free() -> None:
+        freed.append(time.monotonic())
+        first.__exit__(None, None, None)
+
+    timer = threading.Timer(0.3, free)
     timer.start()
     with FolderLock(tmp_path, wait_for_it="the other one"):
-        assert not timer.is_alive() or timer.join() is None
+        assert freed, "the lock was had before it was free"
     timer.join()
 
 
