@@ -12,15 +12,15 @@ from tests.unit.capture.conftest import capture_config
 
 def test_small_corpora_are_counted_and_large_ones_estimated(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = capture_config(tiny_target, tmp_path)
-    write_chats(tmp_path / "chats.jsonl", 2500)
+    write_chats(tmp_path / "chats.jsonl", 1100)
     exact = estimate(config)
-    assert (exact.exact, exact.scale, exact.rows, exact.rows_read) == (True, 1.0, 2500, 2500)
-    assert sum(sample.num_tokens for sample in exact.samples) < 1.1 * module.PROBE_TOKENS
+    assert (exact.exact, exact.scale, exact.rows, exact.rows_read) == (True, 1.0, 1100, 1100)
+    assert sum(sample.num_tokens for sample in exact.samples) < 1.2 * module.PROBE_TOKENS
     assert not (tmp_path / "prepared").exists()
-    monkeypatch.setattr(module, "SAMPLE_ROWS", 600)
+    monkeypatch.setattr(module, "SAMPLE_ROWS", 400)
     guessed = estimate(config)
     assert not guessed.exact
-    assert guessed.rows_read < 700
+    assert guessed.rows_read < 600
     assert guessed.total_tokens == pytest.approx(exact.total_tokens, rel=0.05)
     assert guessed.total_samples == pytest.approx(exact.total_samples, rel=0.05)
     corpus = prepare(config)
