@@ -142,7 +142,7 @@ def read_manifest(cache: Path) -> Manifest:
     path = inside(cache, cache / MANIFEST)
     try:
         data = path.read_bytes()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         if any(shards_folder(cache).glob(f"[0-9]*/{MARKER}")):
             raise CacheCorruptError(
                 f"{path} is missing, though committed shards lie beside it. Restore it, or capture into another folder."

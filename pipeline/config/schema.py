@@ -4,6 +4,7 @@ One schema serves every stage, so that one file can drive capture, training and 
 a stage cannot do without. Section names follow the habit of the ecosystem (DESIGN §6). No torch in here.
 """
 
+from os.path import expanduser
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -215,8 +216,9 @@ class Config(Section):
 
     @property
     def log_dir(self) -> str:
-        return self.exp_manager.explicit_log_dir or f"runs/{self.name}"
+        return expanduser(self.exp_manager.explicit_log_dir or f"runs/{self.name}")
 
     @property
     def cache_path(self) -> str | None:
-        return self.data.cache or self.capture.path
+        path = self.data.cache or self.capture.path
+        return expanduser(path) if path else None

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from pipeline.errors import ConfigError
+
 BAR_SECONDS = 0.2
 LINE_SECONDS = 10.0
 
@@ -18,7 +20,8 @@ _bars: list["Progress"] = []
 def setup_logs(rank: int, folder: Path | None) -> None:
     """Log everything from INFO on to `FOLDER/rank{rank}.log` (appended), and on rank 0 to stderr as well.
 
-    May be called again, when the folder is known; the earlier handlers are then replaced.
+    May be called again, when the folder is known; the earlier handlers are then replaced. Raises `ConfigError` for a folder
+    that cannot be made or written.
     """
     while _ours:
         handler = _ours.pop()
@@ -28,8 +31,11 @@ def setup_logs(rank: int, folder: Path | None) -> None:
     if rank == 0:
         _ours.append(_Console())
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        _ours.append(logging.FileHandler(folder / f"rank{rank}.log", encoding="utf-8"))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _ours.append(logging.FileHandler(folder / f"rank{rank}.log", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"the folder of the run cannot be written: {error}. Name another in exp_manager.explicit_log_dir.") from error
     for handler in _ours:
         handler.setFormatter(formatter)
         logging.getLogger().addHandler(handler)

@@ -132,7 +132,7 @@ def evaluate(config: Config, ranks: Ranks) -> dict[str, Any]:
 def load_pair(config: Config, ranks: Ranks) -> Pair:
     """The whole target, and the exported draft in its dtype. Every rank must call it."""
     section = config.model.target
-    folder = Path(config.evaluate.draft or f"{config.log_dir}/export")
+    folder = Path(config.evaluate.draft or f"{config.log_dir}/export").expanduser()
     draft = load_draft(folder)
     check_target(section, folder)
     target = load_target(section, ranks, draft.config.target_layer_ids, final=True)

@@ -117,3 +117,9 @@ def test_no_cache_and_a_lost_manifest_are_told_apart(tmp_path: Path, small_cache
     with pytest.raises(CacheCorruptError, match=r"manifest\.json is missing, though committed shards"):
         create_or_compare(cache, caches.manifest())
     assert not (cache / MANIFEST).exists()
+
+
+def test_a_file_is_not_a_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CacheError, match="is not a cache"):
+        read_manifest(tmp_path / "file")

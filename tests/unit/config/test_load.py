@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -209,3 +210,29 @@ def test_parts_of_a_capture(tmp_path: Path) -> None:
     for text, words in (("17/16", "give one of 1/16 to 16/16"), ("0/4", "pattern"), ("3", "valid string"), ("1/0", "pattern")):
         with pytest.raises(ConfigError, match=rf"capture[.\w]*: .*{words}"):
             load_config("capture", str(path), [f"capture.parts={text}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("model.target.layer_ids=[]", "at least 1 item"),
+        ("model.draft.target_layer_ids=[]", "at least 1 item"),
+        ("model.optim.betas=[0.9,1.5]", "less than 1; found 1.5"),
+        ("trainer.seed=99999999999999999999", "less than 9223372036854775808"),
+        ("exp_manager.checkpoint_callback_params.monitor=val_acceptlen", "accept_len.*found 'val_acceptlen'"),
+    ],
+)
+def test_values_that_would_fail_later_or_be_ignored(tmp_path: Path, override: str, fault: str) -> None:
+    (line,) = faults(write(tmp_path, CAPTURE), [override])
+    assert re.search(fault, line)
+
+
+def test_monitored_metrics_and_folders_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = write(tmp_path, CAPTURE)
+    monitor = "exp_manager.checkpoint_callback_params.monitor"
+    for metric in ("val_loss", "val_walk_accept_len", "val/held-out_2/accuracy"):
+        config = load_config("capture", path, [f"{monitor}={metric}", "data.cache=~/cache", "exp_manager.explicit_log_dir=~/run"])
+        assert config.exp_manager.checkpoint_callback_params.monitor == metric
+    assert config.log_dir == f"{tmp_path}/run"
+    assert config.cache_path == f"{tmp_path}/cache"

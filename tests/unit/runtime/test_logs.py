@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import ConfigError
 from pipeline.runtime.logs import Progress, log_to_file, setup_logs
 
 
@@ -83,3 +84,9 @@ def test_nothing_is_shown_when_disabled_and_an_error_is_marked(capsys: pytest.Ca
     with pytest.raises(RuntimeError), Progress(2, "steps", "train", True, clock=Clock()):
         raise RuntimeError
     assert capsys.readouterr().err == "train   0% 0/2 steps (stopped)\n"
+
+
+def test_a_folder_that_cannot_be_made_is_the_user_s_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"file.*exp_manager\.explicit_log_dir"):
+        setup_logs(0, tmp_path / "file" / "logs")
