@@ -171,4 +171,4 @@ def _check_sizes(cache: Path, manifest: Manifest, index: Index, arrays: tuple[st
     faults += size_faults(target, target_sizes)
     if faults:
         more = f"\n… and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise CacheCorruptError("\n".join(faults[:5]) + more + "\nRestore these files from a copy, or capture the shards again.")
+        raise CacheCorruptError("\n".join(faults[:5]) + more + "\nRestore these files from a copy, or run stages/cache.py repair CONFIG.")

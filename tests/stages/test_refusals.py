@@ -157,11 +157,13 @@ def test_the_stages_end_with_one_paragraph_and_code_2(copied: Path, tiny_target:
 
     config = capture_config(tiny_target, copied, model__draft__mask_token_id=MASK_TOKEN_ID, trainer__max_steps=2)
     (copied / "config.yaml").write_text(to_yaml(config))
+    whole = (copied / DATA).read_bytes()
     os.truncate(copied / DATA, 10)
     finished = run("stages/train_draft.py", str(copied / "config.yaml"), check=False)
     assert finished.codes == (2,)
     assert f"{DATA} has 10 bytes" in finished.text
     assert "Traceback" not in finished.text
+    (copied / DATA).write_bytes(whole)
     for stage in ("stages/capture.py", "stages/train_draft.py"):
         finished = run(stage, str(copied / "config.yaml"), "model.target.dtype=bfloat16", check=False)
         assert finished.codes == (2,)
