@@ -168,7 +168,7 @@ class DraftConfig:
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=int(values.get("num_key_value_heads") or heads),
-            head_dim=int(values.get("head_dim") or int(values["hidden_size"]) // heads),
+            head_dim=int(values.get("head_dim") or int(values["hidden_size"]) // max(1, heads)),
             vocab_size=int(values["vocab_size"]),
             num_target_layers=int(merged["num_target_layers"]),
             target_layer_ids=tuple(int(layer) for layer in merged["target_layer_ids"]),
@@ -188,8 +188,9 @@ class DraftConfig:
 
 
 def _geometry_faults(config: DraftConfig) -> list[str]:
-    faults = []
-    if config.num_attention_heads % config.num_key_value_heads:
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    faults = [f"{name} is {getattr(config, name)}, expected at least 1" for name in sizes if getattr(config, name) < 1]
+    if not faults and config.num_attention_heads % config.num_key_value_heads:
         faults.append(f"{config.num_key_value_heads} KV heads do not divide {config.num_attention_heads} heads")
     if config.head_dim % 2:
         faults.append(f"head_dim {config.head_dim} is odd, and RoPE turns pairs")

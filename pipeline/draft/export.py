@@ -29,14 +29,18 @@ def load_draft(folder: Path) -> Draft:
     Raises `DraftError` for a missing or unreadable file, and for any tensor that is missing, unknown or of another shape than
     `config.json` says.
     """
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise DraftError(f"{folder} is not an exported draft: {folder / name} is missing")
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = load_file(folder / "model.safetensors")
-    except FileNotFoundError as error:
-        raise DraftError(f"{folder} is not an exported draft: {error.filename} is missing") from error
-    except (json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise DraftError(f"{folder} holds a damaged draft: {error}; export it again") from error
-    draft = Draft(DraftConfig.from_json(values))
+    try:
+        draft = Draft(DraftConfig.from_json(values))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DraftError(f"{folder / 'config.json'} has a value of the wrong type: {error}; export the draft again") from error
     expected = draft.state_dict()
     faults = [f"{name} is missing" for name in expected if name not in weights]
     faults += [f"{name} is not a tensor of this draft" for name in weights if name not in expected]

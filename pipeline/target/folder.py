@@ -107,7 +107,10 @@ def weight_files(folder: Path) -> list[Path]:
     """Safetensors files of the target, as transformers would choose them. Raises `TargetError` when one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TargetError(f"{index} cannot be read: {error!r}. Copy or download it again.") from error
     elif (folder / "model.safetensors").is_file():
         names = ["model.safetensors"]
     else:
@@ -128,7 +131,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, str, list[int], int, int]]:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         try:
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length) if length < file.stat().st_size else b"")
         except ValueError:
             raise TargetError(f"{file} is not a safetensors file: its header cannot be read. Copy or download it again.") from None
     for name, entry in header.items():

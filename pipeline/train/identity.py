@@ -48,7 +48,9 @@ def check_target(section: TargetSection, draft: Path) -> None:
     A draft that does not say what it was trained on is not compared.
     """
     try:
-        trained_on: dict[str, Any] = json.loads((draft / TRAINED_ON).read_bytes())
+        trained_on: Any = json.loads((draft / TRAINED_ON).read_bytes())
+        if not isinstance(trained_on, dict):
+            raise ValueError(f"expected an object, found a {type(trained_on).__name__}")
     except FileNotFoundError:
         log.info("%s does not say which target it was trained on (%s): not compared", draft, TRAINED_ON)
         return

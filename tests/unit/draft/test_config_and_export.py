@@ -210,3 +210,28 @@ def test_damaged_exports_are_refused(how: str, message: str, tmp_path: Path) -> 
     damage(tmp_path, how)
     with pytest.raises(DraftError, match=message):
         load_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"hidden_size": "abc"},
+        {"dflash_config": [1]},
+        {"dflash_config": {"target_layer_ids": "1,3", "mask_token_id": 5}},
+        {"rope_parameters": [1]},
+        {"num_attention_heads": 0},
+        {"head_dim": -8},
+        None,
+    ],
+)
+def test_a_config_of_nonsense_is_a_draft_error(values: dict[str, Any] | None, tmp_path: Path) -> None:
+    export_draft(lively_draft(small_config()), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text("[1]" if values is None else json.dumps({**json.loads(path.read_text()), **values}))
+    with pytest.raises(DraftError, match=r"wrong type|at least 1"):
+        load_draft(tmp_path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DraftError, match="damaged"):
+        load_draft(tmp_path)
+    with pytest.raises(DraftError, match="not an exported draft"):
+        load_draft(path)

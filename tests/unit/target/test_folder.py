@@ -106,3 +106,10 @@ def test_fields_name_what_decides_the_states(tiny_target: Path, copy: Path) -> N
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-3}))
     changed = target_fields(TargetSection(path=str(copy)))
     assert {name for name in fields if fields[name] != changed[name]} == {"rms_norm_eps"}
+
+
+@pytest.mark.parametrize(("name", "content"), [("model.safetensors", b"\xff" * 100), ("model.safetensors.index.json", b"{")])
+def test_headers_and_indices_of_nonsense(copy: Path, name: str, content: bytes) -> None:
+    (copy / name).write_bytes(content)
+    with pytest.raises(TargetError, match=f"{name}.*Copy or download it again"):
+        weights_digest(str(copy))

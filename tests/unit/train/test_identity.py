@@ -97,3 +97,6 @@ def test_a_draft_is_not_evaluated_with_another_target(
     with pytest.raises(DraftError, match=r"1 field\(s\) differ:\n  target\.weights_digest: draft "):
         check_target(section.model_copy(update={"path": str(tuned)}), tmp_path)
     check_target(section, captured)  # says nothing of a target
+    (tmp_path / TRAINED_ON).write_text("[]")
+    with pytest.raises(DraftError, match="expected an object, found a list"):
+        check_target(section, tmp_path)
