@@ -166,6 +166,8 @@ def _write_down(run: Run, state: TrainState) -> None:
         run.order.global_batch_size,
         run.ranks.dp_size,
     )
+    if state.step > run.num_steps:
+        log.warning("the newest checkpoint is at step %d, beyond the end asked for: nothing is trained, its draft is exported", state.step)
 
 
 def _steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
@@ -179,7 +181,7 @@ def _steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
         state = _validate(run, state)
         _save(run, state)
     clock = Clock(feed)
-    with _sigterm() as asked, Progress(run.num_steps, "steps", "training", ranks.is_main, done=state.step) as progress:
+    with _sigterm() as asked, Progress(max(run.num_steps, state.step), "steps", "training", ranks.is_main, done=state.step) as progress:
         while state.step < run.num_steps:
             rate = learning_rate(run.config.model.optim, state.step, run.num_steps)
             step = train_step(run.learner, batches, accumulate, rate, trainer.gradient_clip_val, bool(asked))

@@ -1,6 +1,7 @@
 """A run that was stopped, killed, or moved to another number of ranks is the run that was not."""
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -147,6 +148,14 @@ def test_a_finished_run_says_the_same_again(whole: Path, tiny_target: Path, chat
     assert _run(whole, tiny_target, chats)
     assert repeatable(whole / "run") == before
     assert (whole / "run/export/model.safetensors").read_bytes() == export
+
+
+def test_fewer_steps_than_are_done_are_pointed_out(whole: Path, tiny_target: Path, chats: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before, export = repeatable(whole / "run"), (whole / "run/export/model.safetensors").read_bytes()
+    with caplog.at_level(logging.WARNING):
+        assert _run(whole, tiny_target, chats, trainer__max_steps=STEPS - 3)
+    assert f"the newest checkpoint is at step {STEPS}, beyond the end asked for" in caplog.text
+    assert (repeatable(whole / "run"), (whole / "run/export/model.safetensors").read_bytes()) == (before, export)
 
 
 @pytest.mark.parametrize(
