@@ -70,7 +70,7 @@ def subset(source: Path, out: Path, choice: Choice) -> Manifest:
                 _write(cache, out, manifest, shard, numbers)
         for name in found.target_files or {}:
             place = target_folder(out) / name
-            _link(inside(source, target_folder(source) / name), inside(out, place))
+            link_file(inside(source, target_folder(source) / name), inside(out, place))
         return complete(out)
 
 
@@ -128,7 +128,7 @@ def _write(cache: Cache, out: Path, manifest: Manifest, shard: int, numbers: Seq
         folder = temporary_folder(out, shard, "subset")
         names = shard_files(manifest.arrays)
         for name in names:
-            _link(inside(cache.path, shard_folder(cache.path, source) / name), folder / name)
+            link_file(inside(cache.path, shard_folder(cache.path, source) / name), folder / name)
         files = {name: marker.files[name] for name in names}
         commit_linked(out, marker.model_copy(update={"shard": shard, "files": files}), attempt="subset")
         return
@@ -142,7 +142,7 @@ def _write(cache: Cache, out: Path, manifest: Manifest, shard: int, numbers: Seq
     commit_shard(out, shard, samples, records, attempt="subset")
 
 
-def _link(source: Path, place: Path) -> None:
+def link_file(source: Path, place: Path) -> None:
     """`place` with the bytes of `source`: another name of the same file, or a copy where the disk has no such links."""
     place.parent.mkdir(parents=True, exist_ok=True)
     place.unlink(missing_ok=True)

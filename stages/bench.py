@@ -1,0 +1,69 @@
+"""Measure. Each command prints a table and, as its last line, one JSON object.
+
+  python stages/bench.py cache --cache CACHE [--mb 256]                    size and speed of every codec on the states of a cache
+  python stages/bench.py codecs CONFIG [--seeds 5] [a.b=value …]           what int8 and int4 cost drafts that are trained on them
+
+CONFIG is that of a training run from a raw or lossless cache. Exit code 2: what was asked cannot be done; the message says why.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import PipelineError
+from pipeline.runtime.logs import setup_logs
+
+
+def cache(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    from pipeline.bench.cache import as_text, bench_cache
+
+    found = bench_cache(arguments.cache, int(arguments.mb * 1e6))
+    return as_text(found), found
+
+
+def codecs(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    from pipeline.bench.codecs import as_text, bench_codecs
+    from pipeline.config.load import load_config
+    from pipeline.runtime.ranks import start_ranks, stop_ranks
+
+    config = load_config("train", arguments.config, arguments.overrides)
+    ranks = start_ranks(1, None, 1)
+    try:
+        found = bench_codecs(config, ranks, arguments.seeds)
+    finally:
+        stop_ranks()
+    return as_text(found), found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("cache")
+    command.set_defaults(call=cache)
+    command.add_argument("--cache", type=Path, required=True, help="a complete cache, raw or lossless")
+    command.add_argument("--mb", type=float, default=256.0, help="most states to measure on, in 10^6 bytes; default: 256")
+    command = commands.add_parser("codecs")
+    command.set_defaults(call=codecs)
+    command.add_argument("config", help="of a training run")
+    command.add_argument("overrides", nargs="*", metavar="a.b=value")
+    command.add_argument("--seeds", type=int, default=5, help="drafts a codec; default: 5")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    setup_logs(0, None)
+    try:
+        text, found = arguments.call(arguments)
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{text}\n\n{json.dumps(found, sort_keys=True)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
