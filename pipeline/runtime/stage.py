@@ -33,7 +33,7 @@ def run_stage(stage: Stage, main: Main | Mapping[str, Main], argv: Sequence[str]
         if option in argv:
             main, argv = other, [argument for argument in argv if argument != option]
     if any(argument in ("-h", "--help") for argument in argv):
-        print(_help(main))
+        _print_help(main)
         return 0
     try:
         call, path, overrides = _parse(main, argv)
@@ -77,6 +77,13 @@ def _parse(main: Main | Mapping[str, Main], argv: Sequence[str]) -> tuple[Main, 
 def _usage(main: Main | Mapping[str, Main]) -> str:
     command = f" {{{','.join(main)}}}" if isinstance(main, Mapping) else ""
     return f"usage: {os.path.relpath(sys.argv[0])}{command} CONFIG.yaml [a.b=value …]"
+
+
+def _print_help(main: Main | Mapping[str, Main]) -> None:
+    try:
+        print(_help(main), flush=True)
+    except BrokenPipeError:  # `--help | head`: Python would complain once more when it closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _help(main: Main | Mapping[str, Main]) -> str:
