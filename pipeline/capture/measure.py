@@ -4,6 +4,7 @@ All groups measure at the same time, as they would work, on batches of the corpu
 launch's folder, on the disk of the cache, and is removed.
 """
 
+import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,7 @@ class Probe:
 
 def measure(config: Config, target: Target, manifest: Manifest, samples: Sequence[TokenSample], launch: Launch, ranks: Ranks) -> Probe:
     """Forward and capture batches of `samples` for some seconds each; every rank calls this with the same samples."""
-    batches = _spread([[samples[i] for i in batch] for batch in _batches(config, samples)])
+    batches = _spread(_batches(config, samples))
     begin = time.perf_counter()
     list(forward_ahead(target, batches[:1]))  # the first forward pays for kernels and memory
     begin = time.perf_counter()
@@ -118,11 +119,11 @@ def _draft_batch(config: Config, geometry: DraftConfig, captured: CapturedSample
     )
 
 
-def _batches(config: Config, samples: Sequence[TokenSample]) -> list[list[int]]:
-    """Batches as a shard of these samples would have them."""
-    lengths = np.array([sample.num_tokens for sample in samples])
-    fitting = max(1, int(np.searchsorted(np.cumsum(lengths), config.capture.shard_tokens, side="right")))
-    return plan_batches(lengths[:fitting], config.capture.batch_tokens)
+def _batches(config: Config, samples: Sequence[TokenSample]) -> list[list[TokenSample]]:
+    """Batches as a shard would have them of samples from all over the corpus."""
+    chosen = samples[:: max(1, math.ceil(sum(sample.num_tokens for sample in samples) / config.capture.shard_tokens))]
+    lengths = np.array([sample.num_tokens for sample in chosen])
+    return [[chosen[i] for i in batch] for batch in plan_batches(lengths, config.capture.batch_tokens)]
 
 
 def _spread(batches: list[list[TokenSample]]) -> list[list[TokenSample]]:
