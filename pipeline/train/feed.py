@@ -148,7 +148,7 @@ def collate(samples: Sequence[CapturedSample], anchors: Sequence[NDArray[np.int6
 
 
 def _quantised(samples: Sequence[CapturedSample], tokens: int, shape: BatchShape) -> Quantised:
-    """[R, S, L, H] of samples of a lossy cache, padded with codes 0: a third of the bytes to move to the device."""
+    """[R, S, L, H] of samples of a lossy cache, padded with codes 0: about half the bytes of states to move to the device."""
     parts = [[(sample.quantised or {})[layer] for layer in shape.layer_ids] for sample in samples]
     first = parts[0][0]
 

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,7 @@ import pytest
 from pipeline.bench.cache import CODECS, as_text, bench_cache
 from pipeline.cache.info import info
 from pipeline.errors import CacheError
+from stages.bench import main
 from tests.support import caches
 
 
@@ -28,6 +30,17 @@ def test_sizes_are_those_of_caches_and_every_rate_is_there(small_cache: Path) ->
     assert found["torch_save_samples_per_second"] > 0
     assert (found["files"], found["torch_save_files"]) == (3 + 2 * len(caches.LAYERS), len(lengths))
     assert all(codec in as_text(found) for codec in CODECS)
+
+
+def test_the_stage_ends_with_one_json_object(small_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "--cache", str(small_cache), "--mb", "0.1"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert set(found["codecs"]["int8"]) >= {"bytes_per_token", "encode_mb_s", "decode_mb_s", "samples_per_second"}
+    assert set(found) >= {"raw_bytes_per_token", "torch_save_samples_per_second", "files"}
+    assert any(line.startswith("lossless") for line in text)
+    assert main(["cache", "--cache", str(small_cache / "target")]) == 2
+    assert "is not a cache" in capsys.readouterr().err
 
 
 def test_caches_that_cannot_tell_are_refused(small_cache: Path, tmp_path: Path) -> None:
