@@ -210,8 +210,10 @@ class _ArrayStream:
 
     def last_chunk(self) -> Bits | None:
         """The rows that filled no chunk, with zero rows after them."""
+        if self._filled == 0:  # the buffer, if there is one, went out as a full chunk and may be in packing right now
+            return None
         self._partial[self._filled :] = 0
-        return self._partial if self._filled else None
+        return self._partial
 
     def write(self, stored: bytes) -> None:
         """The next chunk."""

@@ -11,6 +11,7 @@ import torch
 from pipeline.cache.commit import commit_shard, committed_shards
 from pipeline.cache.layout import shard_folder, temporary_folder
 from pipeline.cache.manifest import FileRecord, create_or_compare
+from pipeline.cache.reader import Cache
 from pipeline.cache.writer import ShardWriter
 from pipeline.errors import CacheError
 from pipeline.records import CapturedSample
@@ -33,6 +34,21 @@ def test_the_same_samples_are_the_same_bytes_whatever_the_timing(tmp_path: Path)
     for path, record in records[0].items():
         data = (temporary_folder(tmp_path / "0", 0, "0") / path).read_bytes()
         assert (record.size, record.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+def test_samples_that_end_with_a_chunk_are_stored_and_not_zeros(tmp_path: Path) -> None:
+    """The last chunk is still being packed when the shard ends: nothing may touch its buffer then. Wide arrays keep the packers busy."""
+    layers, width = tuple(range(1, 9)), 4096
+    samples = [
+        CapturedSample(narrow.tokens, {layer: torch.randn(narrow.tokens.num_tokens, width).bfloat16() for layer in layers})
+        for narrow in caches.captured([300, 212])
+    ]
+    described = caches.manifest(1, layer_ids=layers, hidden_size=width)
+    caches.write_cache(tmp_path, [samples], described)
+    cache = Cache.open(tmp_path)
+    for number, sample in enumerate(samples):
+        for layer in layers:
+            assert caches.same_bits(cache.read(number, (layer,)).hidden[layer], sample.hidden[layer]), (number, layer)
 
 
 def test_two_writers_share_a_shard_and_one_commits(tmp_path: Path) -> None:
