@@ -38,17 +38,19 @@ def test_the_same_samples_are_the_same_bytes_whatever_the_timing(tmp_path: Path)
 
 def test_samples_that_end_with_a_chunk_are_stored_and_not_zeros(tmp_path: Path) -> None:
     """The last chunk is still being packed when the shard ends: nothing may touch its buffer then. Wide arrays keep the packers busy."""
-    layers, width = tuple(range(1, 9)), 4096
-    samples = [
-        CapturedSample(narrow.tokens, {layer: torch.randn(narrow.tokens.num_tokens, width).bfloat16() for layer in layers})
-        for narrow in caches.captured([300, 212])
+    layers, width, shards = tuple(range(1, 9)), 2048, 16
+    described = caches.manifest(shards, layer_ids=layers, hidden_size=width)
+    captured = [
+        [
+            CapturedSample(narrow.tokens, {layer: torch.randn(narrow.tokens.num_tokens, width).bfloat16() for layer in layers})
+            for narrow in caches.captured([300, 212], seed=shard)
+        ]
+        for shard in range(shards)
     ]
-    described = caches.manifest(1, layer_ids=layers, hidden_size=width)
-    caches.write_cache(tmp_path, [samples], described)
-    cache = Cache.open(tmp_path)
-    for number, sample in enumerate(samples):
-        for layer in layers:
-            assert caches.same_bits(cache.read(number, (layer,)).hidden[layer], sample.hidden[layer]), (number, layer)
+    cache = Cache.open(caches.write_cache(tmp_path, captured, described))
+    for number, sample in enumerate(sample for shard in captured for sample in shard):
+        stored = cache.read(number, layers)
+        assert all(caches.same_bits(stored.hidden[layer], sample.hidden[layer]) for layer in layers), number
 
 
 def test_two_writers_share_a_shard_and_one_commits(tmp_path: Path) -> None:
