@@ -133,7 +133,7 @@ def _spread(batches: list[list[TokenSample]]) -> list[list[TokenSample]]:
 
 
 def _write(target: Target, manifest: Manifest, batches: Sequence[Sequence[TokenSample]], launch: Launch, ranks: Ranks) -> None:
-    folder = launch.folder / f"probe-{ranks.dp_rank}"
+    folder = launch.folder / f"probe-{ranks.rank}"  # not shared by a group: whoever is done first removes its own
     names = manifest.arrays[ranks.tp_rank :: ranks.tp_size]
     writer = ShardWriter(folder, 0, manifest, names, attempt=launch.token) if names else None
     try:
