@@ -32,6 +32,8 @@ from pipeline.target.load import Target
 PROBE_SECONDS = 12.0
 FEWEST_TOKENS = 8192
 """However slow the target is, so that the sizes of packed states can be told from them."""
+DRAFT_SAMPLES = 16
+"""Samples on which a draft's speed is measured."""
 STATES_BYTES = 1 << 30
 """Most that is kept of the probe's states to look at."""
 
@@ -76,25 +78,28 @@ def measure(config: Config, target: Target, manifest: Manifest, samples: Sequenc
 
 
 def time_draft(config: Config, target: Target, bundle: TargetBundle, samples: Sequence[TokenSample]) -> float:
-    """Tokens a second of a draft's forward and backward, a sample at a time; 0 when no sample has a usable anchor."""
+    """Tokens a second of a draft's forward and backward, a sample at a time; 0 when no sample has a usable anchor.
+
+    Every rank calls it with the same samples."""
     section = config.model.draft.model_copy(update={"mask_token_id": target.vocab_size - 1})
     geometry = DraftConfig.build(section, bundle, target.layer_ids, {})
     draft = Draft(geometry).to(target.device)
     mixed = config.trainer.precision == "bf16-mixed"
     moved = bundle.to(target.device, torch.bfloat16 if mixed else torch.float32)
+    # Ranks of a group forward together: how many samples may depend on nothing that one rank alone knows, such as the time.
+    captured = [one for batch in forward_ahead(target, [[sample] for sample in samples[:DRAFT_SAMPLES]]) for one in batch]
     tokens, seconds = 0, 0.0
-    for captured in forward_ahead(target, [[sample] for sample in samples]):
-        for batch in filter(None, [_draft_batch(config, geometry, one) for one in captured]):
-            begin = time.perf_counter()
-            with torch.autocast(target.device.type, torch.bfloat16) if mixed else nullcontext():
-                sums = objective(draft, moved, batch.to(target.device), config.model.objective)
-            torch.autograd.backward(sums.numerator)
-            float(sums.denominator)  # waits for the device
-            if tokens or seconds:
-                tokens += batch.input_ids.shape[1]
-                seconds += time.perf_counter() - begin
-            else:
-                seconds = 1e-9  # the first step pays for kernels and memory
+    for batch in filter(None, [_draft_batch(config, geometry, one) for one in captured]):
+        begin = time.perf_counter()
+        with torch.autocast(target.device.type, torch.bfloat16) if mixed else nullcontext():
+            sums = objective(draft, moved, batch.to(target.device), config.model.objective)
+        torch.autograd.backward(sums.numerator)
+        float(sums.denominator)  # waits for the device
+        if tokens or seconds:
+            tokens += batch.input_ids.shape[1]
+            seconds += time.perf_counter() - begin
+        else:
+            seconds = 1e-9  # the first step pays for kernels and memory
         if seconds > PROBE_SECONDS / 2:
             break
     return tokens / seconds if tokens else 0.0
