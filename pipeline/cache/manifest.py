@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from pipeline.cache.layout import FORMAT_VERSION, MANIFEST, MARKER, ArraySpec, array_names, inside, shard_folder, shards_folder
 from pipeline.errors import CacheCorruptError, CacheError, CacheMismatchError
-from pipeline.runtime.files import atomic_file
+from pipeline.runtime.files import atomic_file, sync_folder
 
 SEAL = "sha256_of_the_rest"
 ABSENT: JsonValue = "(absent)"
@@ -264,5 +264,6 @@ def _create_once(path: Path, data: bytes) -> None:
             # A file system without links: two captures that start in the same instant could both write here, one after
             # the other, and the second then finds the difference, if there is one, in the comparison of its next start.
             os.replace(temporary, path)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)

@@ -47,12 +47,12 @@ class OpenFiles:
         self._start()
 
     def _start(self) -> None:
-        self._process = os.getpid()
         self._lock = threading.Lock()
         self._arrays: OrderedDict[tuple[int, str], ArrayFile] = OrderedDict()
         self._samples: dict[int, ShardSamples] = {}
         self._compared: set[tuple[int, str]] = set()
         self._last = _LastChunk()
+        self._process = os.getpid()  # last: a forked child's other threads must not take the parent's lock for theirs
 
     def samples(self, shard: int) -> ShardSamples:
         """The shard's `samples.arrow`; when it is first opened, its checksum and that of the shard's marker are compared."""

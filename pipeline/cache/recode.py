@@ -20,6 +20,8 @@ def recode(source: Path, out: Path, codec: Codec) -> Manifest:
 
     Raises `CacheError` when `source` has a lossy codec itself, `CacheMismatchError` when `out` holds another cache.
     """
+    if out.resolve() == source.resolve():
+        raise CacheError(f"{out} is the cache to be packed otherwise; give another folder.")
     cache = Cache.open(source, final=False)
     manifest = recoded_manifest(cache, codec)
     out.mkdir(parents=True, exist_ok=True)

@@ -145,8 +145,13 @@ def _write(cache: Cache, out: Path, manifest: Manifest, shard: int, numbers: Seq
 def link_file(source: Path, place: Path) -> None:
     """`place` with the bytes of `source`: another name of the same file, or a copy where the disk has no such links."""
     place.parent.mkdir(parents=True, exist_ok=True)
+    if place.exists() and place.samefile(source):
+        return
     place.unlink(missing_ok=True)
     try:
         os.link(source, place, follow_symlinks=True)
     except OSError:
-        shutil.copyfile(source, place)
+        with open(source, "rb") as old, open(place, "xb") as new:
+            shutil.copyfileobj(old, new)
+            new.flush()
+            os.fsync(new.fileno())  # a marker that is written after it must not outlive it
