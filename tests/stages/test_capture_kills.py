@@ -34,7 +34,7 @@ def _stamps(cache: Path, shards: set[int]) -> dict[str, tuple[int, int]]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_at_random_moments_over_and_over(tiny_target: Path, tmp_path: Path) -> None:
-    write_chats(tmp_path / "chats.jsonl", 40 * KILLS, seed=9)
+    write_chats(tmp_path / "chats.jsonl", 120 * KILLS, seed=9)
     config = capture_config(tiny_target, tmp_path, capture__shard_tokens=2000)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     whole = tmp_path / "whole"
@@ -53,7 +53,9 @@ def test_killed_at_random_moments_over_and_over(tiny_target: Path, tmp_path: Pat
                 assert time.monotonic() < end
                 time.sleep(0.002)
             time.sleep(rng.uniform(0, 0.3 if more else 2.0))
-            assert all(map(alive, pids)), "the corpus is too small for so many kills"
+            if not all(map(alive, pids)):  # a quick machine: it was done before
+                ranks.wait(pids, 60)
+                break
             if rng.random() < 0.3:  # one rank alone; the others notice, and end
                 kill([rng.choice(pids)])
                 ranks.wait(pids, 60)
@@ -62,6 +64,7 @@ def test_killed_at_random_moments_over_and_over(tiny_target: Path, tmp_path: Pat
             assert _stamps(cache, {int(name.split("/")[1]) for name in kept}) == kept
             kept = _stamps(cache, committed_shards(cache))
         ranks.wait(ranks.start(3, str(tmp_path / "config.yaml")), 300)
+    assert kills >= min(KILLS, 3)
     after = _stamps(cache, committed_shards(cache))
     assert {name: after[name] for name in kept} == kept
     assert len(kept) > 0
