@@ -225,7 +225,7 @@ def create_or_compare(cache: Path, manifest: Manifest) -> Manifest:
 def check_identity(cache: Path, manifest: Manifest, states: Mapping[str, JsonValue], samples: Mapping[str, JsonValue]) -> None:
     """Raise `CacheMismatchError` if a field that `states` or `samples` names is another one in the cache's identities.
 
-    Fields that the run does not name are not compared: training knows the tokenizer and the corpus, but not the target's weights.
+    Fields that the run does not name are not compared: what training can tell depends on which folders its configuration names.
     """
     named = (("states_identity", manifest.states_identity, states), ("samples_identity", manifest.samples_identity, samples))
     different = [

@@ -19,6 +19,7 @@ from pipeline.config.schema import Config
 from pipeline.corpus.chat import load_tokenizer
 from pipeline.corpus.estimate import CorpusEstimate, estimate
 from pipeline.corpus.plan import plan_shards
+from pipeline.errors import CorpusError
 from pipeline.report.tables import table
 from pipeline.runtime.ranks import Ranks
 from pipeline.target.folder import read_config
@@ -96,6 +97,14 @@ def plan(config: Config, ranks: Ranks) -> Plan | None:
 def _plan(config: Config, cache: Path, launch: Launch, ranks: Ranks) -> Plan | None:
     section = config.model.target
     corpus = estimate(config)  # every rank by itself: they all need its samples
+    seen = [[sample.sample_id, sample.num_tokens] for sample in corpus.samples]
+    if ranks.is_main:
+        launch.tell("samples", seen)
+    if launch.hear("samples", "the samples of the probe") != seen:  # ranks of one group would forward different batches, and hang
+        raise CorpusError(
+            f"rank {ranks.rank} sees another corpus than rank 0: it was prepared in this very moment, or data.prepared_dir "
+            f"({config.data.prepared_dir}) is not on a file system that all ranks share. Run --plan again."
+        )
     text: Any = read_config(section).get_text_config(decoder=True)
     manifest = Manifest(
         states_identity={},

@@ -19,6 +19,7 @@ from pipeline.config.schema import TargetSection
 from pipeline.corpus.rows import Message, Unusable, shown
 from pipeline.corpus.turns import MASK_RULES, Place, Template, find_places, marked_places
 from pipeline.errors import ConfigError, TargetError, TemplateError
+from pipeline.records import spans_of
 
 __all__ = ["MASK_RULES", "Rendered", "Template", "load_tokenizer", "prompt_ids", "read_template", "render"]
 
@@ -176,8 +177,7 @@ def _spans(places: Sequence[Place], starts: NDArray[np.int64]) -> NDArray[np.int
     A token that reaches in from the left holds characters that the generation prompt supplied (an answer's leading newline
     merged with the header's): the target is never asked for it. One that reaches out on the right is the answer's.
     """
-    mask = np.zeros(len(starts) + 2, dtype=np.int8)
+    mask = np.zeros(len(starts), dtype=np.bool_)
     for place in places:
-        mask[1:-1] |= (starts >= place.start) & (starts < place.end)
-    edges = np.flatnonzero(np.diff(mask))
-    return np.stack((edges[::2], edges[1::2] - edges[::2]), axis=1).astype(np.int32)
+        mask |= (starts >= place.start) & (starts < place.end)
+    return spans_of(mask)
