@@ -72,13 +72,6 @@ class TokenSample:
         return replace(self, input_ids=self.input_ids[:max_tokens], spans=spans)
 
 
-def spans_of(mask: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Runs of true values in `mask` bool [S], as int32 [n, 2] rows (start, length)."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
-    starts, ends = edges[::2], edges[1::2]
-    return np.stack((starts, ends - starts), axis=1).astype(np.int32)
-
-
 @dataclass(frozen=True, slots=True)
 class Quantised:
     """States [S, H] of one layer, or [R, S, L, H] of a batch, as a lossy cache holds them.

@@ -19,7 +19,6 @@ from pipeline.config.schema import TargetSection
 from pipeline.corpus.rows import Message, Unusable, shown
 from pipeline.corpus.turns import MASK_RULES, Place, Template, find_places, marked_places
 from pipeline.errors import ConfigError, TargetError, TemplateError
-from pipeline.records import spans_of
 
 __all__ = ["MASK_RULES", "Rendered", "Template", "load_tokenizer", "prompt_ids", "read_template", "render"]
 
@@ -181,3 +180,10 @@ def _spans(places: Sequence[Place], starts: NDArray[np.int64]) -> NDArray[np.int
     for place in places:
         mask |= (starts >= place.start) & (starts < place.end)
     return spans_of(mask)
+
+
+def spans_of(mask: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Runs of true values in `mask` bool [S], as int32 [n, 2] rows (start, length)."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+    starts, ends = edges[::2], edges[1::2]
+    return np.stack((starts, ends - starts), axis=1).astype(np.int32)

@@ -7,8 +7,9 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config.schema import DraftSection, ObjectiveSection, OptimSection
+from pipeline.corpus.chat import spans_of
 from pipeline.draft.model import Draft, DraftConfig
-from pipeline.records import CapturedSample, TargetBundle, TokenSample, spans_of
+from pipeline.records import CapturedSample, TargetBundle, TokenSample
 from pipeline.runtime.ranks import Ranks
 from pipeline.train.optim import build_optimizer
 from pipeline.train.step import Learner, start_accelerator

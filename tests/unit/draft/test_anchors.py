@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from pipeline.corpus.chat import spans_of
 from pipeline.draft.anchors import Fit, draw_anchors, has_usable_anchor, usable_anchors
-from pipeline.records import spans_of
 
 masks = st.lists(st.booleans(), min_size=1, max_size=30)
 fits: st.SearchStrategy[Fit] = st.sampled_from(["full", "partial"])
