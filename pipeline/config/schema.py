@@ -7,16 +7,10 @@ a stage cannot do without. Section names follow the habit of the ecosystem (DESI
 from os.path import expanduser
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-LayerIds = Annotated[tuple[int, ...], Field(min_length=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+from pipeline.config.section import LayerIds, NonNegative, Positive, Regex, Section
+from pipeline.config.training import ExpManagerSection, OptimSection, TrainerSection
 
 
 class TargetSection(Section):
@@ -45,13 +39,13 @@ class DraftSection(Section):
     num_hidden_layers: Positive = Field(5, description="depth")
     block_size: Annotated[int, Field(ge=2)] = Field(16, description="slots of a block, the anchor's included")
     mask_token_id: int | None = Field(None, description="id fed to slots without a token; must not occur in the corpus")
-    num_attention_heads: Positive | None = None
-    num_key_value_heads: Positive | None = None
-    head_dim: Positive | None = None
-    intermediate_size: Positive | None = None
-    rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
-    rope_theta: Annotated[float, Field(gt=0)] | None = None
-    attention_bias: bool = False
+    num_attention_heads: Positive | None = Field(None, description="default: the target's")
+    num_key_value_heads: Positive | None = Field(None, description="default: the target's")
+    head_dim: Positive | None = Field(None, description="channels of a head; default: the target's")
+    intermediate_size: Positive | None = Field(None, description="channels inside the MLP; default: the target's")
+    rms_norm_eps: Annotated[float, Field(gt=0)] | None = Field(None, description="default: the target's")
+    rope_theta: Annotated[float, Field(gt=0)] | None = Field(None, description="base of RoPE; default: the target's")
+    attention_bias: bool = Field(False, description="biases in the projections of attention")
     sliding_window: Positive | None = Field(None, description="context rows a slot can look back; default: all")
 
 
@@ -64,35 +58,26 @@ class ObjectiveSection(Section):
     anchor_fit: Literal["full", "partial"] = Field("full", description="whether a block must fit before the sample's end")
 
 
-class SchedSection(Section):
-    """Learning rate by step: a linear rise, then a half cosine down to `min_lr`."""
-
-    name: Literal["cosine"] = "cosine"
-    warmup_steps: NonNegative | None = Field(None, description="steps of the rise; default: warmup_ratio of max_steps")
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.04
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
-
-
-class OptimSection(Section):
-    name: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Field(gt=0)] = 6e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled; matrices only, never norms or biases")
-    sched: SchedSection = SchedSection()
-
-
 class ModelSection(Section):
     target: TargetSection = TargetSection()
     draft: DraftSection = DraftSection()
     objective: ObjectiveSection = ObjectiveSection()
     optim: OptimSection = OptimSection()
+    init_from_checkpoint: str | None = Field(
+        None,
+        description="weights to start from: a checkpoint or export of ours, a Hugging Face folder, a .safetensors file, or a DCP folder; "
+        "optimizer and step are new",
+    )
+    freeze_params: tuple[Regex, ...] = Field(
+        (), description="regular expressions; a parameter whose name one of them matches anywhere is not trained"
+    )
+    prevent_freeze_params: tuple[Regex, ...] = Field((), description="regular expressions; what they match is trained all the same")
 
 
 class InputSection(Section):
     """One source of chats."""
 
-    type: Literal["jsonl"] = "jsonl"
+    type: Literal["jsonl"] = Field("jsonl", description="JSON lines")
     path: str = Field(description="file; `*` and `?` match several, read in sorted order")
 
 
@@ -159,50 +144,13 @@ class CaptureSection(Section):
         return int(part), int(of)
 
 
-class TrainerSection(Section):
-    max_steps: Positive | None = Field(None, description="optimizer steps; or give max_epochs")
-    max_epochs: Positive | None = None
-    accumulate_grad_batches: Positive = Field(1, description="micro-batches into which a rank divides its share of a step")
-    gradient_clip_val: Annotated[float, Field(gt=0)] | None = Field(1.0, description="norm of the gradient of the whole step")
-    precision: Literal["fp32", "bf16-mixed"] = Field("fp32", description="compute; weights and optimizer are fp32 either way")
-    val_check_interval: Positive | None = Field(None, description="steps between validations; default: only at the end")
-    log_every_n_steps: Positive = 10
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of initial weights, sample order and anchors")
-    devices: Positive | None = Field(None, description="processes a node; a launch with another number is refused")
-    num_nodes: Positive = 1
-
-    @model_validator(mode="after")
-    def _length(self) -> "TrainerSection":
-        if self.max_steps is not None and self.max_epochs is not None:
-            raise ValueError("max_steps and max_epochs are both set; give one")
-        return self
-
-
-class CheckpointSection(Section):
-    every_n_train_steps: Positive | None = Field(None, description="default: val_check_interval")
-    monitor: str = Field(
-        "val_accept_len",
-        pattern=r"^val(_|/[\w-]+/)(loss|accept_len|accuracy|walk_accept_len)$",
-        description="metric of the validation: val_accept_len, val_walk_accept_len, val_loss, val_accuracy; of one set, val/NAME/loss",
-    )
-    mode: Literal["max", "min"] = "max"
-    save_top_k: NonNegative = Field(1, description="best checkpoints kept beside the last")
-
-
-class ExpManagerSection(Section):
-    explicit_log_dir: str | None = Field(None, description="folder of the run; default: runs/NAME")
-    resume_if_exists: bool = Field(True, description="go on from the newest checkpoint of the folder; false: refuse a folder with one")
-    create_tensorboard_logger: bool = False
-    checkpoint_callback_params: CheckpointSection = CheckpointSection()
-
-
 class EvaluateSection(Section):
     """Speculative decoding of prompts with target and draft."""
 
     draft: str | None = Field(None, description="folder of an exported draft; default: the run's own export")
     input_cfg: tuple[InputSection, ...] = Field((), description="chats; the last user turn is answered")
-    max_new_tokens: Positive = 128
-    max_prompts: Positive | None = Field(None, description="default: all")
+    max_new_tokens: Positive = Field(128, description="tokens of an answer at most")
+    max_prompts: Positive | None = Field(None, description="prompts decoded at most; default: all")
 
 
 class Config(Section):

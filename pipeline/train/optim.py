@@ -9,7 +9,7 @@ import math
 import torch
 from torch import nn
 
-from pipeline.config.schema import OptimSection, TrainerSection
+from pipeline.config.training import OptimSection, TrainerSection
 from pipeline.errors import ConfigError
 
 

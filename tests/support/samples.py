@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.config.schema import DraftSection, ObjectiveSection, OptimSection
+from pipeline.config.schema import DraftSection, ObjectiveSection
+from pipeline.config.training import OptimSection
 from pipeline.corpus.chat import spans_of
 from pipeline.draft.model import Draft, DraftConfig
 from pipeline.records import CapturedSample, TargetBundle, TokenSample

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.config.schema import OptimSection, SchedSection, TrainerSection
+from pipeline.config.training import OptimSection, SchedSection, TrainerSection
 from pipeline.errors import ConfigError
 from pipeline.train.optim import build_optimizer, learning_rate, total_steps
 
