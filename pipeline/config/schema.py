@@ -79,15 +79,53 @@ class InputSection(Section):
 
     type: Literal["jsonl"] = Field("jsonl", description="JSON lines")
     path: str = Field(description="file; `*` and `?` match several, read in sorted order")
+    weight: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="train_ds only, all entries or none: share of an epoch's samples that come from this entry; default: as they are"
+    )
 
 
 class TrainSetSection(Section):
     input_cfg: tuple[InputSection, ...] = Field((), description="where the chats are")
-    global_batch_size: Positive = Field(8, description="samples an optimizer step, over all ranks and micro-batches")
+    global_batch_size: Positive | None = Field(
+        None, description="samples an optimizer step, over all ranks and micro-batches; default: 8, unless global_batch_tokens is given"
+    )
+    global_batch_tokens: Positive | None = Field(
+        None, description="in its place: an optimizer step is as many samples as have these tokens"
+    )
+    length_buckets: Positive = Field(1, description="groups by length: the samples of a step come from one, which saves padding")
+    micro_batch_tokens: Positive | None = Field(
+        None, description="tokens of a micro-batch, padding included, in place of trainer.accumulate_grad_batches"
+    )
+    packing: bool = Field(False, description="several samples one after another in a row; they do not see each other")
+    pack_tokens: Positive | None = Field(None, description="tokens of a packed row; default: micro_batch_tokens, or the longest sample")
+
+    @model_validator(mode="after")
+    def _one_way_each(self) -> "TrainSetSection":
+        if self.global_batch_size is not None and self.global_batch_tokens is not None:
+            raise ValueError("global_batch_size and global_batch_tokens are both set; give one")
+        if self.pack_tokens is not None and not self.packing:
+            raise ValueError("pack_tokens is set, and packing is false")
+        if (self.pack_tokens or 0) > (self.micro_batch_tokens or self.pack_tokens or 0):
+            raise ValueError(f"a row of pack_tokens ({self.pack_tokens}) does not fit into micro_batch_tokens ({self.micro_batch_tokens})")
+        weighed = [entry.weight is not None for entry in self.input_cfg]
+        if any(weighed) and not all(weighed):
+            raise ValueError(f"input_cfg.{weighed.index(False)} has no weight, and others have; give all entries one, or none")
+        return self
+
+    @property
+    def samples_a_step(self) -> int | None:
+        """None when steps are cut by tokens."""
+        return self.global_batch_size or (None if self.global_batch_tokens else 8)
 
 
 class ValidationSetSection(Section):
     input_cfg: tuple[InputSection, ...] = Field(description="where the chats are")
+
+    @model_validator(mode="after")
+    def _no_weights(self) -> "ValidationSetSection":
+        if any(entry.weight is not None for entry in self.input_cfg):
+            raise ValueError("weight is for entries of train_ds only: a validation uses every sample once")
+        return self
 
 
 class ValidationSection(Section):
@@ -161,6 +199,12 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()
     exp_manager: ExpManagerSection = ExpManagerSection()
     evaluate: EvaluateSection = EvaluateSection()
+
+    @model_validator(mode="after")
+    def _one_kind_of_micro_batches(self) -> "Config":
+        if self.data.train_ds.micro_batch_tokens is not None and self.trainer.accumulate_grad_batches > 1:
+            raise ValueError("data.train_ds.micro_batch_tokens and trainer.accumulate_grad_batches are both set; give one")
+        return self
 
     @property
     def log_dir(self) -> str:

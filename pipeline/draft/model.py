@@ -198,7 +198,7 @@ def last_context_row(batch: DraftBatch) -> int:
 
 
 def _part(batch: DraftBatch, place: Place) -> DraftBatch:
-    """Some rows and blocks of a batch. Features and final states are left whole: blocks read them through the context."""
+    """Some rows and blocks of a batch. Features and final states are left whole, blocks read them through the context; and so are ids."""
     by_row = {name: getattr(batch, name)[place[0]] for name in ("input_ids", "loss_mask", "position_ids")}
     by_block = {name: getattr(batch, name)[place] for name in ("anchors", "document_start", "document_end", "block_valid")}
-    return replace(batch, sample_ids=batch.sample_ids[place[0]], **by_row, **by_block)
+    return replace(batch, **by_row, **by_block)

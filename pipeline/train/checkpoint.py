@@ -25,7 +25,7 @@ from torch import nn
 
 from pipeline.errors import CheckpointError
 from pipeline.runtime.files import atomic_folder, write_json
-from pipeline.train.feed import Position
+from pipeline.train.order import Position
 
 FORMAT = 1
 NAME = re.compile(r"step_(\d{7,})")

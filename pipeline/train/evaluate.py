@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from pipeline.config.schema import ObjectiveSection
 from pipeline.draft.anchors import usable_anchors
+from pipeline.draft.batch import BatchShape, collate
 from pipeline.draft.loss import ObjectiveSums, objective
 from pipeline.draft.metrics import accepted_prefix, walk_lengths
 from pipeline.draft.model import Draft
 from pipeline.records import CapturedSample, DraftBatch, TargetBundle
 from pipeline.train.data import TrainingData
-from pipeline.train.feed import BatchShape, collate, read_ahead
+from pipeline.train.feed import read_ahead
 from pipeline.train.step import Learner, Sums, reduce_sums, sums_vector
 
 BLOCKS_AT_ONCE = 512

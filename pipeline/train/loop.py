@@ -25,6 +25,7 @@ import torch.distributed as dist
 from pipeline.config.load import to_yaml
 from pipeline.config.schema import Config
 from pipeline.draft.anchors import draw_anchors, usable_anchors
+from pipeline.draft.batch import BatchShape
 from pipeline.draft.export import export_draft
 from pipeline.draft.model import Draft, DraftConfig
 from pipeline.errors import CheckpointError
@@ -35,11 +36,12 @@ from pipeline.runtime.logs import Progress
 from pipeline.runtime.provenance import provenance
 from pipeline.runtime.ranks import Ranks
 from pipeline.train.checkpoint import TrainState, best_first, checkpoints, load_checkpoint, prune, remove_leftovers, save_checkpoint
-from pipeline.train.data import TrainingData, open_data, training_order, validation_sets
+from pipeline.train.data import TrainingData, division_of, open_data, training_order, validation_sets
 from pipeline.train.evaluate import validate
-from pipeline.train.feed import BatchShape, Draw, Feed, Order
+from pipeline.train.feed import Draw, Feed, num_micro_batches
 from pipeline.train.identity import TRAINED_ON
 from pipeline.train.optim import build_optimizer, learning_rate, total_steps
+from pipeline.train.order import Order
 from pipeline.train.step import Learner, Step, Sums, start_accelerator, train_step
 from pipeline.train.watch import Clock, Watch, cut_metrics, read_metrics
 
@@ -123,7 +125,7 @@ def _start(config: Config, ranks: Ranks, folder: Path, newest: Path | None) -> t
         "objective": config.model.objective.model_dump(),
         "optimizer": config.model.optim.name,
         "seed": config.trainer.seed,
-        "global_batch_size": order.global_batch_size,
+        **order.settings,
     }
     torch.manual_seed(config.trainer.seed)
     draft = Draft(geometry).to(ranks.device)
@@ -145,7 +147,7 @@ def _start(config: Config, ranks: Ranks, folder: Path, newest: Path | None) -> t
         accelerator=accelerator,
         ranks=ranks,
     )
-    num_steps = total_steps(config.trainer, order.steps_per_epoch)
+    num_steps = total_steps(config.trainer, order.steps)
     shape = BatchShape(geometry.target_layer_ids, geometry.block_size, geometry.hidden_size, data.dtype)
     watch = Watch(folder, num_steps, accelerator)
     return Run(config, ranks, folder, data, order, shape, learner, num_steps, fingerprint, watch), state
@@ -159,11 +161,11 @@ def _write_down(run: Run, state: TrainState) -> None:
     cut_metrics(run.folder, state.step, validated=bool(state.metrics))
     parameters = sum(p.numel() for p in run.learner.draft.parameters())
     log.info(
-        "draft of %.1f M parameters; %d steps, %d an epoch, %d samples a step over %d rank(s)",
+        "draft of %.1f M parameters; %d steps, %d an epoch, %s a step over %d rank(s)",
         parameters / 1e6,
         run.num_steps,
-        run.order.steps_per_epoch,
-        run.order.global_batch_size,
+        run.order.steps(0),
+        f"{run.order.batch_tokens} tokens" if run.order.batch_tokens else f"{run.order.batch_size} samples",
         run.ranks.dp_size,
     )
     if state.step > run.num_steps:
@@ -175,8 +177,8 @@ def _steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     trainer, ranks = run.config.trainer, run.ranks
     save_every = run.config.exp_manager.checkpoint_callback_params.every_n_train_steps or trainer.val_check_interval or run.num_steps
     feed = Feed(run.data.source, _draw(run), run.shape, run.config.data.num_workers if run.data.any_thread else 0)
-    accumulate = trainer.accumulate_grad_batches
-    batches = feed.micro_batches(run.order, state.position, ranks.dp_rank, ranks.dp_size, accumulate)
+    division = division_of(run.config, run.order, ranks.dp_size)
+    batches = feed.micro_batches(run.order, state.position, division, ranks.dp_rank)
     if _validation_due(run, state) and not state.metrics:  # SIGTERM came at this step, and there was no time
         state = _validate(run, state)
         _save(run, state)
@@ -184,7 +186,8 @@ def _steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     with _sigterm() as asked, Progress(max(run.num_steps, state.step), "steps", "training", ranks.is_main, done=state.step) as progress:
         while state.step < run.num_steps:
             rate = learning_rate(run.config.model.optim, state.step, run.num_steps)
-            step = train_step(run.learner, batches, accumulate, rate, trainer.gradient_clip_val, bool(asked))
+            count = num_micro_batches(run.order, state.position, division)
+            step = train_step(run.learner, batches, count, rate, trainer.gradient_clip_val, bool(asked))
             state = _after(run, state, step)
             progress.advance(1, f"loss {step.sums.loss:.3f}")
             last = state.step == run.num_steps
@@ -207,12 +210,12 @@ def _validation_due(run: Run, state: TrainState) -> bool:
 
 
 def _draw(run: Run) -> Draw:
-    """Anchors of a training sample in an epoch."""
+    """Anchors of a training sample, the nth time that it is drawn."""
     objective, block_size, seed = run.config.model.objective, run.shape.block_size, run.config.trainer.seed
 
-    def draw(tokens: TokenSample, epoch: int) -> Any:
+    def draw(tokens: TokenSample, cycle: int) -> Any:
         usable = usable_anchors(tokens.spans, tokens.num_tokens, block_size, objective.anchor_fit)
-        return draw_anchors(seed, epoch, tokens.sample_id, usable, objective.num_anchors)
+        return draw_anchors(seed, cycle, tokens.sample_id, usable, objective.num_anchors)
 
     return draw
 

@@ -5,6 +5,7 @@ exists, so nothing of it can be stepped once a rank, or be forgotten in a checkp
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -13,12 +14,15 @@ from pipeline.config.training import OptimSection, TrainerSection
 from pipeline.errors import ConfigError
 
 
-def total_steps(section: TrainerSection, steps_per_epoch: int) -> int:
-    """Optimizer steps of the whole run, from `max_steps` or `max_epochs`. Raises `ConfigError` when neither is set."""
+def total_steps(section: TrainerSection, steps: Callable[[int], int]) -> int:
+    """Optimizer steps of the whole run, from `max_steps` or `max_epochs`; `steps(epoch)` are those of an epoch.
+
+    Raises `ConfigError` when neither is set.
+    """
     if section.max_steps is not None:
         return section.max_steps
     if section.max_epochs is not None:
-        return section.max_epochs * steps_per_epoch
+        return sum(steps(epoch) for epoch in range(section.max_epochs))
     raise ConfigError("trainer.max_steps and trainer.max_epochs are both unset, so training has no end. Set one of them.")
 
 

@@ -17,7 +17,7 @@ from pipeline.train.checkpoint import (
     remove_leftovers,
     save_checkpoint,
 )
-from pipeline.train.feed import Position
+from pipeline.train.order import Position
 from pipeline.train.step import Learner
 from tests.support.samples import learner
 

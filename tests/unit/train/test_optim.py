@@ -25,10 +25,10 @@ def test_warm_up_is_a_share_of_the_run_unless_given_in_steps() -> None:
 
 
 def test_length_of_a_run() -> None:
-    assert total_steps(TrainerSection(max_steps=7), 3) == 7
-    assert total_steps(TrainerSection(max_epochs=2), 3) == 6
+    assert total_steps(TrainerSection(max_steps=7), lambda epoch: 3) == 7
+    assert total_steps(TrainerSection(max_epochs=3), lambda epoch: 3 + epoch % 2) == 10
     with pytest.raises(ConfigError, match=r"trainer\.max_steps and trainer\.max_epochs are both unset"):
-        total_steps(TrainerSection(), 3)
+        total_steps(TrainerSection(), lambda epoch: 3)
 
 
 def test_decay_pulls_on_matrices_only() -> None:
