@@ -6,7 +6,7 @@ from torch import nn
 
 from pipeline.config.training import OptimSection, SchedSection, TrainerSection
 from pipeline.errors import ConfigError
-from pipeline.train.optim import build_optimizer, learning_rate, total_steps
+from pipeline.train.optim import build_optimizers, learning_rate, total_steps
 
 
 def test_rate_rises_to_lr_and_falls_to_min_lr() -> None:
@@ -33,7 +33,7 @@ def test_length_of_a_run() -> None:
 
 def test_decay_pulls_on_matrices_only() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.RMSNorm(3))
-    optimizer = build_optimizer(model, OptimSection(lr=0.1, weight_decay=0.5))
+    (optimizer,) = build_optimizers(model, OptimSection(lr=0.1, weight_decay=0.5))
     before = [p.detach().clone() for p in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
