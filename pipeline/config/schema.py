@@ -143,7 +143,12 @@ class ValidationSection(Section):
 
 
 class DataSection(Section):
-    mode: Literal["offline", "online"] = Field("offline", description="features from the cache, or from the live target")
+    mode: Literal["offline", "online", "hybrid"] = Field(
+        "offline", description="features from the cache, from the live target, or hybrid: the first epoch captures them into capture.path"
+    )
+    hybrid_shards: Positive = Field(
+        8, description="mode hybrid: shards that are captured at a time; the first epoch takes their samples, shuffled, before the next"
+    )
     cache: str | None = Field(None, description="folder of the cache that training reads; default: capture.path")
     prepared_dir: str = Field("prepared", description="folder for tokenised corpora, shared by all runs")
     train_ds: TrainSetSection = TrainSetSection()
@@ -204,6 +209,14 @@ class Config(Section):
     def _one_kind_of_micro_batches(self) -> "Config":
         if self.data.train_ds.micro_batch_tokens is not None and self.trainer.accumulate_grad_batches > 1:
             raise ValueError("data.train_ds.micro_batch_tokens and trainer.accumulate_grad_batches are both set; give one")
+        return self
+
+    @model_validator(mode="after")
+    def _hybrid_writes_what_it_reads(self) -> "Config":
+        if self.data.mode == "hybrid" and self.data.cache not in (None, self.capture.path):
+            raise ValueError("data.cache is not capture.path, and data.mode is hybrid: it trains on what it captures; leave data.cache out")
+        if self.data.mode == "hybrid" and self.capture.parts is not None:
+            raise ValueError("capture.parts is set, and data.mode is hybrid: it captures everything")
         return self
 
     @property
