@@ -20,7 +20,7 @@ from pipeline.train.checkpoint import TrainState
 from pipeline.train.data import TrainingData, division_of, training_order, validation_sets
 from pipeline.train.decoding import ShortDecoding
 from pipeline.train.evaluate import validate
-from pipeline.train.feed import Feed, num_micro_batches
+from pipeline.train.feed import Feed, bound_by_reading, num_micro_batches
 from pipeline.train.learner import check_compiler, divided_launch
 from pipeline.train.modes import open_data
 from pipeline.train.optim import learning_rate
@@ -120,6 +120,9 @@ def _log(training: Training, step: Step, rate: float, clock: Clock) -> None:
         }
         training.watch.record(state.step, metrics)
         training.watch.train_line(state.step, metrics)
+        advice = bound_by_reading(waited / seconds, training.config.data.num_workers)
+        if advice and training.data.any_thread and clock.reads > 1:  # the first steps wait for the first batch, and for much besides
+            log.warning(advice)
     training.state = replace(state, window=Sums.zero(training.shape.block_size).values)
 
 

@@ -14,6 +14,7 @@ from pipeline.capture.run import capture
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, TrainingError
 from pipeline.runtime.ranks import start_ranks
+from pipeline.train import feed
 from pipeline.train.data import open_cache, training_order
 from pipeline.train.loop import train
 from pipeline.train.order import Position
@@ -99,3 +100,17 @@ def test_a_stopped_run_goes_on_at_another_world_size(tmp_path: Path, cached: Pat
     other = _config(tmp_path / "stopped", cached, tiny_target, weights=(0.5, 0.5), trainer__max_epochs=2, trainer__max_steps=None)
     with pytest.raises(CheckpointError, match="mixture"):
         train(other, start_ranks(1, None, 1))
+
+
+def test_a_run_that_is_bound_by_reading_says_so(
+    cached: Path, tmp_path: Path, tiny_target: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a line of metrics, and not for the first; with the limit at nothing, whatever this machine's disk is."""
+    monkeypatch.setattr(feed, "BOUND_SHARE", 0.0)
+    for mode, times in (("offline", 2), ("online", 0)):
+        caplog.clear()
+        log_dir = str(tmp_path / mode / "run")
+        settings = _config(tmp_path, cached, tiny_target, trainer__max_steps=3, data__mode=mode, exp_manager__explicit_log_dir=log_dir)
+        assert train(settings, start_ranks(1, None, 1))
+        assert sum("this run is bound by reading" in record.message for record in caplog.records) == times
+        assert all(0 <= line["data_wait_share"] <= 1 for line in read_metrics(Path(log_dir)) if "lr" in line)
