@@ -175,7 +175,7 @@ class _AsItIs:
     def __init__(self, attend: Attend) -> None:
         self.attend = attend
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return self.attend(query, key, value)
 

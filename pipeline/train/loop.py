@@ -11,7 +11,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from pipeline.config.schema import Config
-from pipeline.errors import PeerFailedError, TrainingError
+from pipeline.errors import ConfigError, PeerFailedError, TrainingError
 from pipeline.records import DraftBatch
 from pipeline.runtime.files import FolderLock
 from pipeline.runtime.logs import Progress
@@ -143,6 +143,8 @@ def _to_validate_on(training: Training) -> TrainingData:
 def _validate(training: Training, decoding: ShortDecoding | None) -> None:
     """Validate the draft as it would be exported now, and judge by it whether to go on."""
     sets = validation_sets(training.data)
+    if not sets and training.config.exp_manager.early_stopping.patience is not None:
+        raise ConfigError("exp_manager.early_stopping.patience is set, and there is no validation set to judge by; set data.validation_ds.")
     if not sets:
         return
     draft = training.learner.evaluated()
