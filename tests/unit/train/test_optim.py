@@ -70,7 +70,8 @@ def test_wsd_falls_at_the_end_only() -> None:
 
 def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest() -> None:
     draft = learner(start_ranks(1, None, 1)).draft
-    muon, adamw = build_optimizers(draft, OptimSection(name="muon", lr=0.1, weight_decay=0.5))
+    optimizers = build_optimizers(draft, OptimSection(name="muon", lr=0.1, weight_decay=0.5))
+    muon, adamw = optimizers
     assert isinstance(muon, torch.optim.Muon)
     assert isinstance(adamw, torch.optim.AdamW)
     names = {id(p): name for name, p in draft.named_parameters()}
@@ -82,8 +83,8 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest() -> None:
     generator = torch.Generator().manual_seed(1)
     for p in draft.parameters():
         p.grad = torch.randn(p.shape, generator=generator)
-    set_learning_rate((muon, adamw), 1e-2)
-    for optimizer in (muon, adamw):
+    set_learning_rate(optimizers, 1e-2)
+    for optimizer in optimizers:
         optimizer.step()
     moved = {name: float((p.detach() - before[name] * (1 - 5e-3)).square().mean().sqrt()) for name, p in draft.named_parameters()}
     # Adam's first update is about 1 everywhere, so 1e-2 here; Muon's is to be of the size that AdamW's has later on, 0.2 of that.
