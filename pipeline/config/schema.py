@@ -7,7 +7,7 @@ a stage cannot do without. Section names follow the habit of the ecosystem (DESI
 from os.path import expanduser
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.section import LayerIds, NonNegative, Positive, Regex, Section
 from pipeline.config.training import ExpManagerSection, OptimSection, TrainerSection
@@ -118,14 +118,16 @@ class TrainSetSection(Section):
         return self.global_batch_size or (None if self.global_batch_tokens else 8)
 
 
+def _unweighted(inputs: tuple[InputSection, ...]) -> tuple[InputSection, ...]:
+    if any(entry.weight is not None for entry in inputs):
+        raise ValueError("weight is for entries of train_ds only: here every chat is used once")
+    return inputs
+
+
 class ValidationSetSection(Section):
     input_cfg: tuple[InputSection, ...] = Field(description="where the chats are")
 
-    @model_validator(mode="after")
-    def _no_weights(self) -> "ValidationSetSection":
-        if any(entry.weight is not None for entry in self.input_cfg):
-            raise ValueError("weight is for entries of train_ds only: a validation uses every sample once")
-        return self
+    _no_weights = field_validator("input_cfg")(_unweighted)
 
 
 class ValidationSection(Section):
@@ -194,6 +196,8 @@ class EvaluateSection(Section):
     input_cfg: tuple[InputSection, ...] = Field((), description="chats; the last user turn is answered")
     max_new_tokens: Positive = Field(128, description="tokens of an answer at most")
     max_prompts: Positive | None = Field(None, description="prompts decoded at most; default: all")
+
+    _no_weights = field_validator("input_cfg")(_unweighted)
 
 
 class Config(Section):
