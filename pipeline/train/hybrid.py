@@ -23,14 +23,13 @@ from pipeline.cache.reader import Cache
 from pipeline.capture.run import capture_some, check_disk, open_target, planned
 from pipeline.capture.shards import Work
 from pipeline.config.schema import Config
-from pipeline.corpus.chat import load_tokenizer
 from pipeline.draft.config import DraftConfig
 from pipeline.records import CapturedSample
 from pipeline.runtime.files import wait_for
 from pipeline.runtime.ranks import Ranks
 from pipeline.target.folder import read_config
 from pipeline.target.load import DTYPES, Target
-from pipeline.train.data import TrainingData, check_mask_token, special_ids_of
+from pipeline.train.data import TrainingData
 from pipeline.train.live import corpus_fields, live_source
 
 WINDOWS_OPEN = 3
@@ -42,23 +41,20 @@ def open_hybrid(config: Config, ranks: Ranks) -> Iterator[TrainingData]:
     """The samples of the corpus, captured as training needs them, for as long as the block runs. Every rank must call it."""
     with planned(config, ranks, may_end_early=True) as (work, needs_target):
         draft = config.model.draft
-        order, fields = corpus_fields(config, work.corpus)
         text: Any = read_config(config.model.target).get_text_config(decoder=True)
-        if draft.mask_token_id is not None:
-            check_mask_token(draft.mask_token_id, fields["used_token_ids"], text.vocab_size)
+        order, fields = corpus_fields(config, work.corpus, text.vocab_size)
         states = _States(config, work, order)
         if needs_target:
             states.open_target()
         bundle = load_bundle(target_folder(work.cache))
-        layer_ids, special_ids = draft.target_layer_ids or work.manifest.layer_ids, special_ids_of(load_tokenizer(config.model.target))
-        DraftConfig.build(draft, bundle, layer_ids, special_ids)  # an error in it comes before the first window
+        layer_ids = draft.target_layer_ids or work.manifest.layer_ids
+        DraftConfig.build(draft, bundle, layer_ids, fields["special_ids"])  # an error in it comes before the first window
         yield TrainingData(
             source=states.read,
             any_thread=True,
             bundle=bundle,
             layer_ids=layer_ids,
             dtype=DTYPES[work.manifest.dtype],
-            special_ids=special_ids,
             identity={"mode": "hybrid", "cache": work.manifest.digest([]), "hybrid_shards": config.data.hybrid_shards},
             states_identity=work.manifest.states_identity,
             windows=states.windows,

@@ -31,15 +31,13 @@ def open_live(config: Config, ranks: Ranks) -> TrainingData:
     cannot be, each of them says why. What can be wrong with the mask token is looked at before the target, which takes longer.
     """
     corpus, section, draft = prepare(config), config.model.target, config.model.draft
-    order, fields = corpus_fields(config, corpus)
     text: Any = read_config(section).get_text_config(decoder=True)
-    if draft.mask_token_id is not None:
-        check_mask_token(draft.mask_token_id, fields["used_token_ids"], text.vocab_size)
+    order, fields = corpus_fields(config, corpus, text.vocab_size)
     layer_ids = draft.target_layer_ids or resolve_layer_ids(section, draft, text.num_hidden_layers)
-    special_ids, target_is = special_ids_of(load_tokenizer(section)), target_fields(section)
+    target_is = target_fields(section)
     target = load_target(section, ranks, layer_ids, final=False)
     bundle = bundle_of(target)
-    DraftConfig.build(draft, bundle, layer_ids, special_ids)  # an error in it comes first
+    DraftConfig.build(draft, bundle, layer_ids, fields["special_ids"])  # an error in it comes first
     check_padding(target)
     return TrainingData(
         source=live_source(target, lambda number: corpus.sample(int(order[number])), config.capture.batch_tokens),
@@ -47,15 +45,17 @@ def open_live(config: Config, ranks: Ranks) -> TrainingData:
         bundle=bundle,
         layer_ids=layer_ids,
         dtype=target.dtype,
-        special_ids=special_ids,
         identity={"mode": "online", "target": target_is, "corpus": corpus.fingerprint},
         states_identity={**corpus.states_fields, "target": target_is, "layer_convention": CONVENTION},
         **fields,
     )
 
 
-def corpus_fields(config: Config, corpus: PreparedCorpus) -> tuple[NDArray[np.int64], dict[str, Any]]:
-    """Of every sample by its number the place in the corpus, int64 [n], and the fields of `TrainingData` that the corpus alone decides."""
+def corpus_fields(config: Config, corpus: PreparedCorpus, num_rows: int) -> tuple[NDArray[np.int64], dict[str, Any]]:
+    """Of every sample by its number the place in the corpus, int64 [n], and the fields of `TrainingData` that corpus and tokenizer decide.
+
+    Raises `DraftError` when the corpus holds the mask token, of an embedding of `num_rows`.
+    """
     ids, splits, names, spans, used = [], [], [], [], np.zeros(0, dtype=np.bool_)
     for sample in map(corpus.sample, range(len(corpus))):
         ids.append(sample.sample_id)
@@ -66,6 +66,9 @@ def corpus_fields(config: Config, corpus: PreparedCorpus) -> tuple[NDArray[np.in
         if largest >= len(used):
             used = np.concatenate([used, np.zeros(largest + 1 - len(used), dtype=np.bool_)])
         used[sample.input_ids[sample.input_ids >= 0]] = True
+    special_ids, mask = special_ids_of(load_tokenizer(config.model.target)), config.model.draft.mask_token_id
+    if mask is not None and mask not in special_ids.values():  # which `DraftConfig` has words for
+        check_mask_token(mask, used, num_rows)
     order, num_tokens = np.argsort(np.array(ids, dtype=object), kind="stable"), corpus.num_tokens
     source_names, source_code = np.unique(names, return_inverse=True)
     offsets = np.concatenate(([0], np.cumsum([len(s) for s in spans])))
@@ -78,6 +81,7 @@ def corpus_fields(config: Config, corpus: PreparedCorpus) -> tuple[NDArray[np.in
         "usable": usable,
         "usable_partial": usable_partial,
         "used_token_ids": used,
+        "special_ids": special_ids,
     }
 
 
