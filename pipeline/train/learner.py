@@ -20,6 +20,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import parse_flag_from_env
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -89,7 +90,8 @@ def build_learner(config: Config, draft: Draft, bundle: TargetBundle, accelerato
     draft = draft.to(ranks.device)
     _wrap_layers(draft, trainer)
     if divided_launch() and ranks.world_size > 1:
-        fully_shard(draft, reshard_after_forward=False)
+        # Over all ranks, as copies would be: those of one tensor-parallel group, which train on the same samples, included.
+        fully_shard(draft, mesh=init_device_mesh(ranks.device.type, (ranks.world_size,)), reshard_after_forward=False)
         model: nn.Module = draft
     else:
         model = accelerator.prepare_model(draft)

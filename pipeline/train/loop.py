@@ -172,7 +172,7 @@ def _judged(training: Training, state: TrainState) -> TrainState:
             f"exp_manager.early_stopping.monitor is {early.monitor}, which this run's validation does not give; it gives "
             f"{', '.join(sorted(state.metrics)) or 'nothing'}."
         )
-    sign = 1.0 if early.mode == "max" else -1.0
+    sign = 1.0 if early.better == "max" else -1.0
     if state.best is None or sign * (value - state.best) > early.min_delta:
         return replace(state, best=value, stale=0)
     return replace(state, stale=state.stale + 1)

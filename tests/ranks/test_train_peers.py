@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,15 +39,15 @@ def endless(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path
 
 
 @contextmanager
-def _two_ranks(endless: Path, folder: Path, *overrides: str) -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """Both ranks as processes, with torchrun's environment and no launcher above them."""
+def _two_ranks(endless: Path, folder: Path, *overrides: str, before: Sequence[str] = ()) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """Both ranks as processes, with torchrun's environment and no launcher above them; `before` stands before the first rank's command."""
     port = str(free_port())
     command = [sys.executable, TRAIN, str(endless / "config.yaml"), f"exp_manager.explicit_log_dir={folder / 'run'}", *overrides]
     ranks = []
     for rank in ("0", "1"):
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         env = {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **world}
-        ranks.append(start(command, folder / f"{rank}.log", env))
+        ranks.append(start([*before, *command] if rank == "0" else command, folder / f"{rank}.log", env))
     try:
         yield ranks
     finally:
@@ -97,6 +97,21 @@ def test_the_error_of_one_rank_ends_both_and_is_told(endless: Path, tmp_path: Pa
     said = [(tmp_path / f"{rank}.log").read_text() for rank in (0, 1)]
     assert any("layer_1" in text for text in said)
     assert all("error" in text and "Traceback" not in text for text in said)
+
+
+def test_a_full_disk_ends_all_ranks_with_the_same_words_and_leaves_the_older_checkpoint(endless: Path, tmp_path: Path) -> None:
+    overrides = ["exp_manager.checkpoint_callback_params.every_n_train_steps=2"]
+    with _two_ranks(endless, tmp_path, *overrides, "trainer.max_steps=4") as ranks:
+        assert [process.wait(100) for process in ranks] == [0, 0]
+    limited = ("bash", "-c", 'ulimit -f 64; exec "$@"', "bash")  # 64 kB a file: less than a checkpoint's, more than a log's
+    with _two_ranks(endless, tmp_path, *overrides, before=limited) as ranks:
+        assert [process.wait(100) for process in ranks] == [2, 2]
+    for rank in (0, 1):
+        said = (tmp_path / f"{rank}.log").read_text()
+        assert "step_0000006 cannot be written: " in said
+        assert "The checkpoint before it, step_0000004, is whole" in said
+        assert "Traceback" not in said
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_0000004"]
 
 
 def test_under_accelerate_launch(endless: Path, tmp_path: Path) -> None:
