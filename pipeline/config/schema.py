@@ -7,16 +7,12 @@ a stage cannot do without. Section names follow the habit of the ecosystem (DESI
 from os.path import expanduser
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+from pipeline.config.base import Fraction, NonNegative, Positive, Section
+from pipeline.config.regenerate import RegenerateSection
+
 LayerIds = Annotated[tuple[int, ...], Field(min_length=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class TargetSection(Section):
@@ -213,6 +209,7 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()
     exp_manager: ExpManagerSection = ExpManagerSection()
     evaluate: EvaluateSection = EvaluateSection()
+    regenerate: RegenerateSection = RegenerateSection()
 
     @property
     def log_dir(self) -> str:
