@@ -82,7 +82,7 @@ class Launch:
             alive = FolderLock(self.folder, f"alive-{self._ranks.rank}")
             alive.__enter__()
         except OSError as error:
-            raise CacheError(f"{self.folder} cannot be made: {error}. Free disk space or mend capture.path, then run again.") from error
+            raise CacheError(f"{self.folder} cannot be made: {error}. Free disk space or mend its path, then run again.") from error
         watch = threading.Thread(target=self._watch, name="watch", daemon=True)
         try:
             if self._ranks.world_size > 1:
@@ -214,7 +214,7 @@ def _on_sigterm(handler: Any) -> Any:
 
 
 def _shared_token(ranks: Ranks) -> str:
-    """A word that no other launch has. With `_meet` the only collectives of capture's own: all ranks have just started."""
+    """A word that no other launch has. With `_meet` the only collectives here: all ranks have just started."""
     token = [secrets.token_hex(6)]
     if ranks.world_size > 1:
         dist.broadcast_object_list(token, src=0, device=ranks.device)
