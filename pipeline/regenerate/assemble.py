@@ -76,11 +76,11 @@ def _tell(output: Path, report: dict[str, Any]) -> None:
         log.warning("%d rows failed: %s; listed in %s", report["failed"], report["failed_by_reason"], output / FAILED)
     if report["failed_tried_again_by_the_next_run"]:
         log.warning("the same command tries %d of them again", report["failed_tried_again_by_the_next_run"])
-    if inexact := report["chats_rendered_otherwise"]:
-        log.warning(
-            "the chat template renders %d chats as other tokens than the target wrote (thinking or special tokens that it puts otherwise, "
-            "text that is tokenised in another way): a draft learns the rendered ones",
-            inexact,
+    if otherwise := report["chats_rendered_otherwise"]:
+        log.info(
+            "the chat template renders %d chats as other tokens than the target wrote (text that is tokenised in another way, thinking or "
+            "special tokens that it puts otherwise): a draft learns the rendered ones",
+            otherwise,
         )
     if report["rows"] == report["failed"]:
         raise RegenerateError(f"none of {report['rows']} rows was answered: {report['failed_by_reason']}; see {output / FAILED}.")

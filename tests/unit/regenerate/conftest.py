@@ -11,11 +11,6 @@ from tests.support.tiny import QWEN3_LIKE, write_answering_target
 
 
 @pytest.fixture(scope="session")
-def answering_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_answering_target(tmp_path_factory.mktemp("answering") / "target")
-
-
-@pytest.fixture(scope="session")
 def thinking_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_answering_target(tmp_path_factory.mktemp("thinking") / "target", template=QWEN3_LIKE)
 
