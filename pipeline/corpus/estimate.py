@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.schema import Config
-from pipeline.corpus.parts import Account, place_id, sample_of
+from pipeline.corpus.messages import Unusable
+from pipeline.corpus.parts import piece_id, place_id
 from pipeline.corpus.prepare import open_prepared, plan
-from pipeline.corpus.rows import Unusable
+from pipeline.corpus.samples import Account
 from pipeline.corpus.sources import read_part
 from pipeline.errors import CorpusError
 from pipeline.records import TokenSample
@@ -63,16 +64,16 @@ def estimate(config: Config) -> CorpusEstimate:
         account = Account()
         looked_at = list(read_part(part))[::stride]
         for row in looked_at:
-            kept = sample_of(job.template, job.rules, part, row, account)
-            if not isinstance(kept, Unusable):
-                ids, spans = kept.rendered.input_ids, kept.rendered.spans
-                name = kept.own_id or place_id(part.source, row.row)
-                samples_read.append(TokenSample(name, part.source.name, row.row, kept.split, ids, spans))
+            kept = job.reader.samples_of(row, part.source.split, account)
+            for sample in [] if isinstance(kept, Unusable) else kept:
+                ids, spans = sample.rendered.input_ids, sample.rendered.spans
+                name = piece_id(sample.own_id or place_id(part.source, row.row), sample.piece)
+                samples_read.append(TokenSample(name, part.source.name, row.row, sample.split, ids, spans))
         rows_read += len(looked_at)
-        share += part.num_bytes * len(looked_at) / part.num_rows
+        share += part.size * len(looked_at) / part.num_rows
     if not samples_read:
         raise CorpusError(f"none of {rows_read} rows looked at gives a sample; `stages/corpus.py prepare` lists why.")
     lengths = np.array([sample.num_tokens for sample in samples_read], dtype=np.int64)
     step = max(1, math.ceil(int(lengths.sum()) / PROBE_TOKENS))
-    scale = sum(part.num_bytes for part in job.parts) / share
+    scale = sum(part.size for part in job.parts) / share
     return CorpusEstimate(lengths, tuple(samples_read[::step]), scale, rows_read == rows, rows, rows_read)

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -25,19 +26,28 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, DataSection
 from pipeline.corpus.assemble import account_for, check_splits, check_usable, part_is_whole, write_samples
-from pipeline.corpus.chat import MASK_RULES, Template, load_tokenizer, read_template
-from pipeline.corpus.parts import Rules, start_worker, work, write_part
+from pipeline.corpus.chat import MASK_RULES, load_tokenizer, read_template
+from pipeline.corpus.duplicates import choose
+from pipeline.corpus.parts import start_worker, work, write_part
 from pipeline.corpus.prepared import DESCRIPTION_FILE, DROPPED_FILE, PreparedCorpus
+from pipeline.corpus.samples import Reader, Rules
 from pipeline.corpus.schema import FORMAT_VERSION
 from pipeline.corpus.select import TRAIN
-from pipeline.corpus.sources import PART_BYTES, PART_ROWS, Part, Source, divide, find_sources
+from pipeline.corpus.sources import PART_BYTES, PART_ROWS, Part, Source, divide_all, find_sources
 from pipeline.errors import CorpusError
 from pipeline.runtime.files import FolderLock, write_json
 from pipeline.runtime.logs import Progress
 
 log = logging.getLogger(__name__)
+
+LATER_RULES: dict[str, Any] = {
+    name: DataSection.model_fields[name].default
+    for name in ("too_long", "drop_duplicates", "loss_on", "one_sample_per_turn", "mask_reasoning")
+}
+"""Fields of `data`, with their defaults, that are part of the identity of samples only where they are not at their default: caches were
+written before there were any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +57,9 @@ class Job:
 
     folder: Path
     fingerprint: str
-    template: Template
+    reader: Reader
     template_name: str
-    rules: Rules
+    drop_duplicates: bool
     sources: list[Source]
     parts: list[Part]
     states_fields: dict[str, Any]
@@ -92,12 +102,12 @@ def plan(config: Config) -> Job:
     data, target = config.data, config.model.target
     tokenizer = load_tokenizer(target)
     template = read_template(tokenizer, target.chat_template_kwargs)
-    if not template.end and not template.marked:
+    if not template.shape.end and not template.marked:
         log.warning("the chat template ends an answer with no special token of this tokenizer, so no end token is supervised")
     sets = {TRAIN: data.train_ds.input_cfg, **{name: ds.input_cfg for name, ds in data.validation_ds.datasets.items()}}
     sources = find_sources(sets)
-    parts = [part for source in sources for part in divide(source)]
-    rules = Rules(data.max_tokens, data.min_supervised_tokens, data.validation_ds.fraction)
+    parts = list(divide_all(sources))
+    rules = rules_of(data)
     states_fields = {
         **tokenizer_fields(tokenizer),
         "chat_template_kwargs": dict(target.chat_template_kwargs),
@@ -108,21 +118,42 @@ def plan(config: Config) -> Job:
         "min_supervised_tokens": rules.min_supervised,
         "heldout_fraction": rules.heldout_fraction,
         "validation_sets": list(data.validation_ds.datasets),
+        **_other_rules(data),
     }
-    contents = [[source.split, [part.digest for part in parts if part.source is source]] for source in sources]
+    digests: dict[int, list[str]] = {id(source): [] for source in sources}
+    for part in parts:
+        digests[id(part.source)].append(part.digest)
+    contents = [[source.split, digests[id(source)], *([source.reading] if source.reading else [])] for source in sources]
     division = [FORMAT_VERSION, PART_ROWS, PART_BYTES]
     fingerprint = _digest(json.dumps([division, states_fields, samples_fields, contents], sort_keys=True))
     return Job(
         folder=Path(data.prepared_dir).expanduser() / fingerprint[:16],
         fingerprint=fingerprint,
-        template=template,
+        reader=Reader(template, rules),
         template_name=target.chat_template or f"of the tokenizer in {target.path}",
-        rules=rules,
+        drop_duplicates=data.drop_duplicates,
         sources=sources,
         parts=parts,
         states_fields=states_fields,
         samples_fields=samples_fields,
     )
+
+
+def rules_of(data: DataSection) -> Rules:
+    """The rules that `data` of a configuration sets."""
+    return Rules(
+        max_tokens=data.max_tokens,
+        min_supervised=data.min_supervised_tokens,
+        heldout_fraction=data.validation_ds.fraction,
+        too_long=data.too_long,
+        loss_on=data.loss_on,
+        one_sample_per_turn=data.one_sample_per_turn,
+        mask_reasoning=data.mask_reasoning,
+    )
+
+
+def _other_rules(data: DataSection) -> dict[str, Any]:
+    return {name: getattr(data, name) for name, default in LATER_RULES.items() if getattr(data, name) != default}
 
 
 def _tokenise(job: Job, num_proc: int) -> None:
@@ -144,11 +175,11 @@ def _written(job: Job, waiting: Sequence[tuple[Part, Path]], num_proc: int) -> I
     """Numbers of rows of parts, as they get done."""
     if num_proc <= 1:
         for part, path in waiting:
-            write_part(job.template, job.rules, part, path)
+            write_part(job.reader, part, path)
             yield part.num_rows
         return
     # Spawned, not forked: the parent may hold threads of torch or of the tokenizer. The executor's `with` would wait for parts in progress.
-    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), initializer=start_worker, initargs=(job.template, job.rules))
+    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), initializer=start_worker, initargs=(job.reader,))
     try:
         for future in as_completed([pool.submit(work, part, path) for part, path in waiting]):
             yield future.result()
@@ -164,13 +195,13 @@ def _written(job: Job, waiting: Sequence[tuple[Part, Path]], num_proc: int) -> I
 def _finish(job: Job) -> None:
     """Parts to the files that readers see."""
     places = _places(job)
-    totals, repeated = account_for(places, job.folder)
+    choice = choose(places, job.drop_duplicates)
+    totals = account_for(places, choice, job.folder)
     check_usable(totals, job.template_name, job.folder)
-    written = write_samples(places, repeated, job.folder)
+    written = write_samples(places, choice, job.folder)
     check_splits(written["by_split"], list(dict.fromkeys(source.split for source in job.sources)), job.folder)
-    digests = written["digests"]
-    by_split = written["by_split"]
-    rows = {id(source): 0 for source in job.sources}
+    digests, by_split = written["digests"], written["by_split"]
+    rows = Counter[int]()
     for part in job.parts:
         rows[id(part.source)] += part.num_rows
     description = {
@@ -184,18 +215,16 @@ def _finish(job: Job) -> None:
         },
         "samples_bytes": written["bytes"],
         "counts": {
-            "rows": totals.rows,
-            "kept": totals.kept,
-            "dropped": dict(totals.dropped),
-            "truncated": totals.truncated,
-            "last_turn_only": totals.last_turn_only,
-            "answers_cut_short": totals.answers_cut_short,
+            **totals.counts(),
+            "duplicates": len(choice.repeats),
+            "also_in_validation": choice.leaked,
             "tokens": sum(sums["tokens"] for sums in by_split.values()),
             "supervised": sum(sums["supervised"] for sums in by_split.values()),
             "by_split": by_split,
         },
         "sources": [
-            {"name": source.name, "path": str(source.path), "split": source.split, "rows": rows[id(source)]} for source in job.sources
+            {"name": source.name, "path": str(source.path), "split": source.split, "rows": rows[id(source)], **source.reading}
+            for source in job.sources
         ],
     }
     write_json(job.folder / DESCRIPTION_FILE, description)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-FORMAT_VERSION = 2  # raise it when columns, files or ids of a prepared corpus change
+FORMAT_VERSION = 3  # raise it when columns, files or ids of a prepared corpus change
 
 
 def _field(name: str, kind: pa.DataType, meaning: str) -> "pa.Field[Any]":
@@ -21,7 +21,8 @@ SAMPLES = pa.schema(
         _field(
             "sample_id",
             pa.string(),
-            "the row's own id if a string that no other row has, else row-SOURCE-ROW or row-SET-SOURCE-ROW by ordinals; unique",
+            "the row's own id if a string that no other row has, else row-SOURCE-ROW or row-SET-SOURCE-ROW by ordinals; "
+            "with /1, /2, … for further samples of the row; unique",
         ),
         _field("source", pa.string(), "name of the file, without its folder"),
         _field("row", pa.int64(), "line of the source, from 0"),
@@ -34,7 +35,12 @@ SAMPLES = pa.schema(
 )
 
 # A part holds the same, with what is needed to find ids in place of ids.
-_FIRST: "list[pa.Field[Any]]" = [pa.field("own_id", pa.string()), pa.field("id_hash", pa.uint64(), nullable=False)]
+_FIRST: "list[pa.Field[Any]]" = [
+    pa.field("own_id", pa.string()),
+    *(pa.field(name, pa.uint64(), nullable=False) for name in ("id_hash", "content_low", "content_high")),
+    pa.field("piece", pa.int32(), nullable=False),
+    pa.field("flags", pa.uint8(), nullable=False),
+]
 PART = pa.schema(_FIRST + [SAMPLES.field(i) for i in range(1, len(SAMPLES))])
 
 
