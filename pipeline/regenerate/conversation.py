@@ -51,10 +51,11 @@ class Chat:
         if answer.finish_reason == "stop" and self.turn < len(turns):
             self.messages.extend(turns[self.turn])
             return None
+        tools = {"tools": self.prompt.tools} if self.prompt.tools else {}
         return Ended(
             index=self.prompt.index,
             state="cut" if answer.finish_reason == "length" else "done",
-            row={**self.prompt.place, "messages": self.messages, "finish_reason": answer.finish_reason},
+            row={**self.prompt.place, **tools, "messages": self.messages, "finish_reason": answer.finish_reason},
             num_tokens=self._num_tokens,
             exact=self._exact,
             shortened=self.prompt.shortened or self.turn < len(turns),

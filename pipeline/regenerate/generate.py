@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from pipeline.config.regenerate import RegenerateSection
-from pipeline.corpus.chat import TEMPLATE_ERROR, prompt_ids
-from pipeline.corpus.rows import Message, shown
+from pipeline.corpus.chat import TEMPLATE_ERROR, prompt_ids, render
+from pipeline.corpus.rows import Message, Unusable, shown
 from pipeline.corpus.turns import Template
 from pipeline.errors import TargetError
 from pipeline.regenerate.conversation import THINKING_CUT, Answer, Chat
@@ -30,7 +30,6 @@ from pipeline.regenerate.journal import Ended
 from pipeline.regenerate.prompts import Prompt
 from pipeline.target.load import Target
 
-THINK, END_OF_THINKING = "<think>", "</think>"
 INCOMPLETE = "\ufffd"  # what a decoder puts for a character whose last bytes are missing
 
 
@@ -64,7 +63,7 @@ class Answerer:
     def _prompt(self, chat: Chat) -> list[int] | Ended:
         """The ids of what the chat asks now; or its end, where that cannot be rendered or leaves no room."""
         try:
-            ids: list[int] = prompt_ids(self.template, chat.messages).tolist()
+            ids: list[int] = prompt_ids(self.template, chat.messages, chat.prompt.tools).tolist()
         except Exception as error:  # a template is code of its author's: it can raise anything
             return chat.fail(TEMPLATE_ERROR, f"{type(error).__name__}: {shown(str(error))}")
         positions, new = self.target.max_positions, self.section.max_new_tokens
@@ -127,36 +126,36 @@ class Answerer:
         while not stopped and kept and text.endswith(INCOMPLETE):
             kept = kept[:-1]
             text = tokenizer.decode(kept, skip_special_tokens=True)
-        message = self._message(text, self._thinks(asked))
-        if message is None:
+        forms = self._forms(text, self._thinks(asked))
+        if not forms:
             return chat.fail(THINKING_CUT, f"{len(new)} tokens, and no answer among them; see regenerate.max_new_tokens")
-        exact = self._exact(chat, message, asked + kept)
-        return chat.take(Answer(message, "stop" if stopped else "length", len(new), exact))
+        exact = [form for form in forms if self._is_exact(chat, form, asked + kept)]
+        message = (exact or forms)[0]
+        return chat.take(Answer(message, "stop" if stopped else "length", len(new), bool(exact)))
 
     def _thinks(self, asked: list[int]) -> bool:
         """Whether the generation prompt itself opens the thinking."""
-        return bool(self.template.tokenizer.decode(asked[-4:]).rstrip().endswith(THINK))
+        return bool(self.template.tokenizer.decode(asked[-4:]).rstrip().endswith(self.template.shape.think[0]))
 
-    def _message(self, text: str, thinks: bool) -> Message | None:
-        """The assistant's message, thinking apart where the template has a place for it; None for thinking without an end."""
+    def _forms(self, text: str, thinks: bool) -> list[Message]:
+        """The assistant's message, thinking apart where the template has a place for it, with and without the line ends at its marks: some
+        templates write their own. Nothing for thinking that has no end."""
         if not self.reads_reasoning:
-            return {"role": "assistant", "content": text}
-        before, end, after = text.partition(END_OF_THINKING)
+            return [{"role": "assistant", "content": text}]
+        begin_mark, end_mark = self.template.shape.think
+        before, end, content = text.partition(end_mark)
         if end:
-            reasoning = before.strip("\n").removeprefix(THINK).strip("\n")
-            return {"role": "assistant", "content": after.lstrip("\n"), "reasoning_content": reasoning}
-        if thinks or text.lstrip().startswith(THINK):
-            return None
-        return {"role": "assistant", "content": text}
+            reasoning = before.lstrip("\n").removeprefix(begin_mark).removeprefix("\n")
+            plain: Message = {"role": "assistant", "content": content.lstrip("\n"), "reasoning_content": reasoning.strip("\n")}
+            return [plain, {"role": "assistant", "content": content, "reasoning_content": reasoning}]
+        if thinks or text.lstrip().startswith(begin_mark):
+            return []
+        return [{"role": "assistant", "content": text}]
 
-    def _exact(self, chat: Chat, message: Message, written: list[int]) -> bool:
-        """Whether the render of the chat with this answer begins with the tokens that were read and written."""
-        try:
-            whole = self.template.text([*chat.messages, message])
-            ids = self.template.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
-        except Exception:  # as above; the corpus says more about it when it reads the row
-            return False
-        return bool(ids[: len(written)] == written)
+    def _is_exact(self, chat: Chat, message: Message, written: list[int]) -> bool:
+        """Whether the corpus's render of the chat with this answer begins with the tokens that were read and written."""
+        rendered = render(self.template, [*chat.messages, message], tools=chat.prompt.tools)
+        return not isinstance(rendered, Unusable) and bool(rendered.input_ids[: len(written)].tolist() == written)
 
 
 class _RowNoise(LogitsProcessor):
@@ -183,7 +182,7 @@ def reads_reasoning(template: Template) -> bool:
     question: Message = {"role": "user", "content": "Is it late?"}
     answer: Message = {"role": "assistant", "content": "Yes7Indeed", "reasoning_content": "It8Depends"}
     try:
-        return "It8Depends" in template.text([question, answer])
+        return "It8Depends" in template.text(template.settled([question, answer]))
     except Exception:  # it asks for something else, and is not known to read it
         return False
 

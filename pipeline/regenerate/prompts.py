@@ -25,7 +25,8 @@ class Prompt:
     """Row number `index` of all that are read (from 0), which is row `row` of `source`.
 
     `turns`: the messages put before the first answer, before the second, …; empty exactly where `unusable` says why nothing can be
-    asked. `shortened`: the row goes on with a tool's result, and is asked only what comes before.
+    asked. `shortened`: the row goes on with a tool's result, and is asked only what comes before. `tools` are the functions that it
+    declares.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Prompt:
     turns: tuple[tuple[Message, ...], ...]
     shortened: bool = False
     unusable: Unusable | None = None
+    tools: list[dict[str, Any]] | None = None
 
     @property
     def place(self) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def read_prompts(inputs: Sequence[InputSection]) -> Iterator[Prompt]:
         if isinstance(found, Unusable):
             yield Prompt(index, row.source, row.row, _sound(row.id), (), unusable=found)
         else:
-            yield Prompt(index, row.source, row.row, _sound(row.id), *found)
+            yield Prompt(index, row.source, row.row, _sound(row.id), *found, tools=row.tools)
 
 
 class Digest:
@@ -62,7 +64,7 @@ class Digest:
 
     def __iter__(self) -> Iterator[Prompt]:
         for prompt in self._prompts:
-            value = [prompt.place, prompt.unusable.reason if prompt.unusable else prompt.turns, prompt.shortened]
+            value = [prompt.place, prompt.unusable.reason if prompt.unusable else prompt.turns, prompt.shortened, prompt.tools]
             self._sha256.update(json.dumps(value, sort_keys=True).encode() + b"\n")
             self.rows += 1
             yield prompt
@@ -100,12 +102,12 @@ def _characters(prompt: Prompt) -> int:
 def _turns(row: Row) -> tuple[tuple[tuple[Message, ...], ...], bool] | Unusable:
     """The turns of a row and whether it was shortened, or why it has none."""
     if row.messages is None:
-        return row.unusable or Unusable("no messages")
+        return row.unusable or Unusable("no messages", "a text or token ids, and not a chat")
     unusable = check_turns(row.messages)
     # An answer is what is to be written: that there is none yet is no fault.
     if unusable is not None and unusable.reason != "no assistant turn":
         return unusable
-    if unusable := _unwritable(row.messages):
+    if unusable := _unwritable([row.messages, row.tools]):
         return unusable
     roles = [message["role"] for message in row.messages]
     end = roles.index("tool") if "tool" in roles else len(roles)
@@ -120,10 +122,10 @@ def _turns(row: Row) -> tuple[tuple[tuple[Message, ...], ...], bool] | Unusable:
     return (tuple(turns), end < len(roles)) if turns else Unusable("no user turn")
 
 
-def _unwritable(messages: Sequence[Message]) -> Unusable | None:
-    """Why these messages cannot be sent or written as JSON, if so."""
+def _unwritable(value: Any) -> Unusable | None:
+    """Why messages or tools cannot be sent or written as JSON, if so."""
     try:
-        json.dumps(messages, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         return Unusable("invalid text", f"half of a surrogate pair: {error.object[error.start : error.end]!a}")
     except ValueError as error:

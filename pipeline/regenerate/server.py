@@ -18,6 +18,7 @@ import httpx2
 
 from pipeline.config.regenerate import RegenerateSection
 from pipeline.config.schema import Config
+from pipeline.corpus.turns import DATE
 from pipeline.errors import LaunchError, PipelineError, RegenerateError, StoppedError
 from pipeline.regenerate.assemble import assemble, keep_provenance
 from pipeline.regenerate.client import CONNECT_SECONDS, Client, Refused, Unanswered
@@ -75,12 +76,14 @@ def _headers(section: RegenerateSection) -> dict[str, str]:
 
 def _sampling(config: Config, name: str | None) -> dict[str, Any]:
     """What every request says. What servers may not know is said only where it is asked for."""
-    section, arguments = config.regenerate, config.model.target.chat_template_kwargs
+    section, arguments = config.regenerate, dict(config.model.target.chat_template_kwargs)
+    if arguments.pop(DATE, None) is not None:
+        log.warning("model.target.chat_template_kwargs.%s is not sent: servers write today's date", DATE)
     said: dict[str, Any] = {"model": name, "max_tokens": section.max_new_tokens, "temperature": section.temperature}
     if section.temperature > 0:
         said["top_p"] = section.top_p
         said |= {"top_k": section.top_k} if section.top_k is not None else {}
-    return said | ({"chat_template_kwargs": dict(arguments)} if arguments else {})
+    return said | ({"chat_template_kwargs": arguments} if arguments else {})
 
 
 def _open(prompts: Iterator[Prompt], ledger: Ledger) -> Iterator[Prompt]:
@@ -145,7 +148,9 @@ class _Work:
 
     async def _answer(self, client: Client, chat: Chat) -> Ended:
         while True:
-            further = {"seed": _seed(self._section.seed, chat)} if self._section.temperature > 0 else {}
+            further: dict[str, Any] = {"tools": chat.prompt.tools} if chat.prompt.tools else {}
+            if self._section.temperature > 0:
+                further["seed"] = _seed(self._section.seed, chat)
             try:
                 answer = await client.answer(chat.messages, further)
             except Refused as error:

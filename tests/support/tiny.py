@@ -148,10 +148,11 @@ def write_target(folder: Path, *, shape: TinyShape = TinyShape(), seed: int = 0,
 
 
 def write_answering_target(folder: Path, *, template: str = CHATML) -> Path:
-    """The same with a head that gives the end token more often, so that some of its answers end before a limit."""
+    """The same with a head that gives the end token more often, so that some of its answers end before a limit, and that never thinks."""
     write_target(folder, template=template)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"][2] *= 8
+    weights["lm_head.weight"][TOKENIZER_LENGTH - len(THINK) :] = 0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

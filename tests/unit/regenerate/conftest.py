@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.schema import Config
+from pipeline.decode.speculative import greedy_decode
 from tests.support.tiny import QWEN3_LIKE, write_answering_target
 
 
@@ -42,6 +43,22 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 def answers_of(row: dict[str, Any]) -> list[str]:
     return [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+
+
+def greedy_answers(target: Path, row: dict[str, Any], **template_arguments: Any) -> list[str]:
+    """What the target writes in place of each answer of `row`, after the messages before it; 8 tokens at most, stripped."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    texts = []
+    for place, message in enumerate(row["messages"]):
+        if message["role"] == "assistant":
+            before = row["messages"][:place]
+            ids = tokenizer.apply_chat_template(before, add_generation_prompt=True, return_dict=False, **template_arguments)
+            texts.append(tokenizer.decode(greedy_decode(model, ids, 8, {2}).ids, skip_special_tokens=True).rstrip("\ufffd").strip())
+    return texts
 
 
 def user(text: str) -> dict[str, str]:

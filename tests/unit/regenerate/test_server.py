@@ -172,6 +172,14 @@ def test_reasoning_tool_calls_and_cuts_are_kept(tmp_path: Path) -> None:
     assert "reasoning_content" not in str(read_jsonl(tmp_path / "bare" / "answers" / "answers.jsonl"))
 
 
+def test_tools_are_declared_and_kept(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    with FaultServer(echo).running() as server:
+        _run(tmp_path, [{**chat("one"), "tools": tools}, chat("two")], server)
+    assert sorted(str(request.get("tools")) for request in server.requests) == sorted([str(tools), "None"])
+    assert [row.get("tools") for row in read_jsonl(tmp_path / "answers" / "answers.jsonl")] == [tools, None]
+
+
 def test_sampling_template_arguments_and_key_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling: dict[str, Any] = {
         "temperature": 0.7,
