@@ -30,8 +30,8 @@ class TargetSection(Section):
     chat_template: str | None = Field(None, description="file with a chat template in place of the tokenizer's own")
     chat_template_kwargs: dict[str, str | bool | int | float | None] = Field(
         default_factory=dict,
-        description="arguments passed to the chat template, such as enable_thinking; strftime_now: 2025-06-30 is the date of templates that "
-        "write today's",
+        description="arguments passed to the chat template, such as enable_thinking; strftime_now: 2025-06-30 is the date for templates "
+        "that write today's",
     )
 
 

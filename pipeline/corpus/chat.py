@@ -30,6 +30,7 @@ _OPENINGS: tuple[list[Message], ...] = ([_QUESTION], [{"role": "system", "conten
 _ANSWER, _REASONING = "Yes7Indeed", "Nine8Thoughts"
 _MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 TEMPLATE_ERROR = "template error"
+LOST_CALLS = "tool calls left out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,8 @@ def render(
             found = find_places(template, messages, tools, supervision.only_last)
         if isinstance(found, Unusable):
             return found
+        if lost := _lost_calls(messages, found.whole):
+            return Unusable(LOST_CALLS, f"the chat template does not show a call of {shown(repr(lost))}")
         found.whole.encode("utf-8")
         if not template.marked:
             encoded = template.encode(found.whole)
@@ -242,6 +245,13 @@ def render(
     if supervision.mask_reasoning:
         places = without_reasoning(template, found.whole, places)
     return Rendered(encoded.input_ids, _spans(places, encoded.starts), found.last_turn_only, found.after_prompt)
+
+
+def _lost_calls(messages: Sequence[Message], whole: str) -> str | None:
+    """A function that the chat calls and the render does not name: the answer would be an empty one."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    names = [str((call.get("function") or call).get("name", "")) for call in calls]
+    return next((name for name in names if name not in whole), None)
 
 
 def _spans(places: Sequence[Place], starts: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.schema import Config
+from pipeline.corpus.job import plan
 from pipeline.corpus.messages import Unusable
 from pipeline.corpus.parts import piece_id, place_id
-from pipeline.corpus.prepare import open_prepared, plan
+from pipeline.corpus.prepare import open_prepared
 from pipeline.corpus.samples import Account
 from pipeline.corpus.sources import read_part
 from pipeline.errors import CorpusError

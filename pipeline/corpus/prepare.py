@@ -11,7 +11,6 @@ come out the same to the byte. The fingerprint is of the bytes of all sources in
 arguments, and the rules; never of paths, times or the number of processes.
 """
 
-import json
 import logging
 import os
 import shutil
@@ -20,50 +19,24 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
-from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
-from pipeline.config.schema import Config, DataSection
+from pipeline.config.schema import Config
 from pipeline.corpus.assemble import account_for, check_splits, check_usable, part_is_whole, write_samples
-from pipeline.corpus.chat import MASK_RULES, load_tokenizer, read_template
-from pipeline.corpus.duplicates import choose
+from pipeline.corpus.duplicates import DUPLICATE, choose
+from pipeline.corpus.job import LATER_RULES, Job, digest_of, plan, tokenizer_fields
 from pipeline.corpus.parts import start_worker, work, write_part
 from pipeline.corpus.prepared import DESCRIPTION_FILE, DROPPED_FILE, PreparedCorpus
-from pipeline.corpus.samples import Reader, Rules
 from pipeline.corpus.schema import FORMAT_VERSION
-from pipeline.corpus.select import TRAIN
-from pipeline.corpus.sources import PART_BYTES, PART_ROWS, Part, Source, divide_all, find_sources
+from pipeline.corpus.sources import Part
 from pipeline.errors import CorpusError
 from pipeline.runtime.files import FolderLock, write_json
 from pipeline.runtime.logs import Progress
 
+__all__ = ["LATER_RULES", "Job", "open_prepared", "plan", "prepare", "prepared_folder", "tokenizer_fields"]
+
 log = logging.getLogger(__name__)
-
-LATER_RULES: dict[str, Any] = {
-    name: DataSection.model_fields[name].default
-    for name in ("too_long", "drop_duplicates", "loss_on", "one_sample_per_turn", "mask_reasoning")
-}
-"""Fields of `data`, with their defaults, that are part of the identity of samples only where they are not at their default: caches were
-written before there were any."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """All that decides what a prepared corpus holds, and where it lies. `states_fields` still lack the digest of the ids,
-    `samples_fields` that of masks and splits: those are known at the end."""
-
-    folder: Path
-    fingerprint: str
-    reader: Reader
-    template_name: str
-    drop_duplicates: bool
-    sources: list[Source]
-    parts: list[Part]
-    states_fields: dict[str, Any]
-    samples_fields: dict[str, Any]
 
 
 def prepare(config: Config) -> PreparedCorpus:
@@ -95,65 +68,6 @@ def open_prepared(config: Config) -> PreparedCorpus | None:
 def prepared_folder(config: Config) -> Path:
     """Where `prepare(config)` puts the corpus; it is complete when `prepared.json` is in it."""
     return plan(config).folder
-
-
-def plan(config: Config) -> Job:
-    """Find the sources, divide them into parts, try the template and take the fingerprint. Writes nothing."""
-    data, target = config.data, config.model.target
-    tokenizer = load_tokenizer(target)
-    template = read_template(tokenizer, target.chat_template_kwargs)
-    if not template.shape.end and not template.marked:
-        log.warning("the chat template ends an answer with no special token of this tokenizer, so no end token is supervised")
-    sets = {TRAIN: data.train_ds.input_cfg, **{name: ds.input_cfg for name, ds in data.validation_ds.datasets.items()}}
-    sources = find_sources(sets)
-    parts = list(divide_all(sources))
-    rules = rules_of(data)
-    states_fields = {
-        **tokenizer_fields(tokenizer),
-        "chat_template_kwargs": dict(target.chat_template_kwargs),
-        "max_tokens": rules.max_tokens,
-    }
-    samples_fields = {
-        "mask_rules": MASK_RULES,
-        "min_supervised_tokens": rules.min_supervised,
-        "heldout_fraction": rules.heldout_fraction,
-        "validation_sets": list(data.validation_ds.datasets),
-        **_other_rules(data),
-    }
-    digests: dict[int, list[str]] = {id(source): [] for source in sources}
-    for part in parts:
-        digests[id(part.source)].append(part.digest)
-    contents = [[source.split, digests[id(source)], *([source.reading] if source.reading else [])] for source in sources]
-    division = [FORMAT_VERSION, PART_ROWS, PART_BYTES]
-    fingerprint = _digest(json.dumps([division, states_fields, samples_fields, contents], sort_keys=True))
-    return Job(
-        folder=Path(data.prepared_dir).expanduser() / fingerprint[:16],
-        fingerprint=fingerprint,
-        reader=Reader(template, rules),
-        template_name=target.chat_template or f"of the tokenizer in {target.path}",
-        drop_duplicates=data.drop_duplicates,
-        sources=sources,
-        parts=parts,
-        states_fields=states_fields,
-        samples_fields=samples_fields,
-    )
-
-
-def rules_of(data: DataSection) -> Rules:
-    """The rules that `data` of a configuration sets."""
-    return Rules(
-        max_tokens=data.max_tokens,
-        min_supervised=data.min_supervised_tokens,
-        heldout_fraction=data.validation_ds.fraction,
-        too_long=data.too_long,
-        loss_on=data.loss_on,
-        one_sample_per_turn=data.one_sample_per_turn,
-        mask_reasoning=data.mask_reasoning,
-    )
-
-
-def _other_rules(data: DataSection) -> dict[str, Any]:
-    return {name: getattr(data, name) for name, default in LATER_RULES.items() if getattr(data, name) != default}
 
 
 def _tokenise(job: Job, num_proc: int) -> None:
@@ -207,10 +121,10 @@ def _finish(job: Job) -> None:
     description = {
         "format_version": FORMAT_VERSION,
         "fingerprint": job.fingerprint,
-        "states_fields": {**job.states_fields, "token_ids": _digest(digests["lengths"] + digests["input_ids"])},
+        "states_fields": {**job.states_fields, "token_ids": digest_of(digests["lengths"] + digests["input_ids"])},
         "samples_fields": {
             **job.samples_fields,
-            "loss_masks": _digest(digests["spans_of_samples"] + digests["spans"]),
+            "loss_masks": digest_of(digests["spans_of_samples"] + digests["spans"]),
             "splits": digests["splits"],
         },
         "samples_bytes": written["bytes"],
@@ -251,29 +165,29 @@ def _report(corpus: PreparedCorpus) -> None:
         counts["truncated"],
         counts["last_turn_only"],
     )
-    if counts["dropped"]:
+    if counts["after_prompt"]:
+        log.info(
+            "%d last answers are read after the generation prompt, which opens a think block that the template does not show in a chat; "
+            "`stages/corpus.py preview` shows how",
+            counts["after_prompt"],
+        )
+    if counts["duplicates"] and DUPLICATE not in counts["dropped"] | counts["left_out"]:
+        log.warning(
+            "%d samples have the same tokens as another one; %d of them are for training and in a validation set too. "
+            "data.drop_duplicates=true leaves them out",
+            counts["duplicates"],
+            counts["also_in_validation"],
+        )
+    if counts["dropped"] or counts["left_out"]:
         reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(counts["dropped"].items(), key=lambda item: -item[1]))
-        log.warning("%d rows left out (%s), listed in %s", counts["rows"] - counts["kept"], reasons, corpus.path / DROPPED_FILE)
+        pieces = f"; and {sum(counts['left_out'].values())} samples of other rows" if counts["left_out"] else ""
+        log.warning(
+            "%d rows left out (%s)%s, listed in %s", counts["rows"] - counts["kept"], reasons or "none", pieces, corpus.path / DROPPED_FILE
+        )
 
 
 def _places(job: Job) -> list[tuple[Part, Path]]:
     return [(part, job.folder / "parts" / f"{i:05}.arrow") for i, part in enumerate(job.parts)]
-
-
-def tokenizer_fields(tokenizer: Any) -> dict[str, str]:
-    """Digests of tokenizer and chat template. Of what the tokenizer does: saved again in other files it is the same one."""
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()  # every call sets both anew, so neither is part of what it is
-    backend.no_padding()
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return {
-        "tokenizer": _digest(backend.to_str() + json.dumps(special, sort_keys=True)),
-        "chat_template": _digest(tokenizer.get_chat_template()),
-    }
-
-
-def _digest(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
 
 
 @contextmanager

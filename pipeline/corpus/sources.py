@@ -7,7 +7,8 @@ the file's fingerprint, and a worker that finds something else than that knows t
 
 import glob
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -178,10 +179,15 @@ def _read_bytes(part: Part) -> bytes:
     """The bytes of a part; none of one with a row that is too long to be looked at."""
     digest, pieces, left = sha256(), [], part.num_bytes
     path = part.source.path
-    with reading(path), _cursor.at(path, part.offset) if is_compressed(path) else open_bytes(path) as stream:
-        if not is_compressed(path):
+    with reading(path), ExitStack() as stack:
+        if is_compressed(path):
+            _cursor.seek(path, part.offset)
+            read: Callable[[int], bytes] = _cursor.read
+        else:
+            stream = stack.enter_context(open_bytes(path))
             stream.seek(part.offset)
-        while left and (data := stream.read(min(left, ROW_BYTES))):
+            read = stream.read
+        while left and (data := read(min(left, ROW_BYTES))):
             digest.update(data)
             left -= len(data)
             if part.num_bytes <= ROW_BYTES:

@@ -73,22 +73,25 @@ class Cursor:
         self._stream: BinaryIO | None = None
         self._at = 0
 
-    @contextmanager
-    def at(self, path: Path, offset: int) -> Iterator[BinaryIO]:
-        """The file's decompressed bytes from `offset` on. It stays open afterwards."""
+    def seek(self, path: Path, offset: int) -> None:
+        """Be at `offset` of the file's decompressed bytes."""
         status = os.stat(path)
         file = (path, status.st_ino, status.st_size, status.st_mtime_ns)
         if self._stream is None or file != self._file or offset < self._at:
             self.close()
             self._stream, self._file, self._at = open_bytes(path), file, 0
-        while self._at < offset and (skipped := len(self._stream.read(min(_SKIPPED, offset - self._at)))):
-            self._at += skipped
+        while self._at < offset and self.read(min(_SKIPPED, offset - self._at)):
+            pass
+
+    def read(self, num_bytes: int) -> bytes:
+        assert self._stream is not None
         try:
-            yield self._stream
-            self._at = self._stream.tell()
+            data = self._stream.read(num_bytes)
         except BaseException:
             self.close()
             raise
+        self._at += len(data)
+        return data
 
     def close(self) -> None:
         if self._stream is not None:

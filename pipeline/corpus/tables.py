@@ -4,6 +4,7 @@ A part of a table is a range of its rows, and its digest is of their values: a t
 another compression is the same one as long as it is divided alike.
 """
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -44,7 +45,7 @@ class Table:
                 f"{files[0]} has the columns {shown(', '.join(schema.names))}, expected messages, conversations, or those that the entry's "
                 f"`keys` name."
             )
-        self._batches: Iterator[pa.RecordBatch] = iter(())
+        self._batches: Iterator[pa.RecordBatch] | None = None
         self._held: list[pa.RecordBatch] = []  # rows from `_at` on that were read already
         self._at = 0
 
@@ -59,7 +60,7 @@ class Table:
 
     def _read_parquet(self, first: int, num_rows: int) -> list[pa.RecordBatch]:
         group = max(i for i, start in enumerate(self._ends[:-1]) if start <= first)
-        if first < self._at or self._ends[group] > self._at + sum(batch.num_rows for batch in self._held):
+        if self._batches is None or first < self._at or self._ends[group] > self._at + sum(batch.num_rows for batch in self._held):
             groups = list(range(group, len(self._ends) - 1))
             self._batches = self._parquet.iter_batches(1024, row_groups=groups, columns=self.columns, use_threads=False)
             self._held, self._at = [], self._ends[group]
@@ -98,15 +99,24 @@ def digest_of(batch: pa.RecordBatch) -> str:
 
 def plain_rows(batch: pa.RecordBatch) -> list[Any]:
     """The rows as values of JSON. A field that is null was absent: Arrow gives every object the fields of all others."""
-    return [_plain(row) for row in batch.to_pylist()]
+    kind = pa.struct(list(batch.schema))
+    return [_plain(row, kind) for row in batch.to_pylist()]
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+def _plain(value: Any, kind: pa.DataType) -> Any:
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(kind, pa.JsonType):  # what `datasets` keeps objects in that have not all the same fields
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    if isinstance(kind, pa.StructType):
+        return {field.name: _plain(value[field.name], field.type) for field in kind if value[field.name] is not None}
+    if isinstance(value, list) and not isinstance(kind, pa.MapType):
+        inner = cast("pa.ListType[Any]", kind).value_type
+        return [_plain(item, inner) for item in value]
+    return dict(value) if isinstance(kind, pa.MapType) else value if isinstance(value, str) else str(value)
 
 
 def _read_arrow(file: Path) -> pa.Table:
