@@ -92,7 +92,7 @@ def account_for(parts: Sequence[tuple[Part, Path]], choice: Choice, folder: Path
             totals.samples += int(keep.sum())
             flags = batch.column("flags").to_numpy()[keep]
             totals.special += Counter({name: int(((flags >> bit) & 1).sum()) for bit, name in enumerate(SPECIAL)})
-            lost = [(row, ROW, reason, detail) for row, reason, detail in account.dropped] + account.left_out
+            lost = [(row, ROW, reason, detail) for row, reason, detail in account.dropped] + [(*piece,) for piece in account.left_out]
             if not keep.all():
                 repeats = choice.originals[np.searchsorted(choice.repeats, first + np.flatnonzero(~keep))]
                 found = np.searchsorted(originals, repeats)
