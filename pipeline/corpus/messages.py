@@ -20,6 +20,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
     "bing": "assistant",
     "bard": "assistant",
 }
+TEXT_PARTS = ("text", "input_text", "output_text")
 OPENING_ROLES = ("system", "developer")
 SHOWN_CHARACTERS = 160
 
@@ -124,7 +125,7 @@ def _joined(parts: list[Any], where: str) -> str | Unusable:
         text = part
         if isinstance(part, dict):
             kind = part.get("type", "text")
-            if kind not in ("text", "input_text", "output_text"):
+            if kind not in TEXT_PARTS:
                 return Unusable("content that is no text", f"{where}[{i}] has the type {shown(repr(kind))}; only text is read")
             text = part.get("text")
         if not isinstance(text, str):

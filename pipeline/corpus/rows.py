@@ -109,12 +109,12 @@ def _contents(value: dict[str, Any], given: InputSection) -> dict[str, Any] | Un
 
 
 def _tools(tools: object) -> list[dict[str, Any]] | Unusable | None:
-    if isinstance(tools, str) and tools.strip():
+    if isinstance(tools, str) and tools:
         try:
             tools = json.loads(tools)
         except ValueError as error:
             return Unusable("wrong type", f"tools is a string that is no JSON: {shown(str(error))}")
-    if not tools:
+    if tools is None or tools in ("", []):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         return Unusable("wrong type", f"tools is {kind_of(tools)}, expected a list of objects")

@@ -1,4 +1,5 @@
-"""Columns of a prepared corpus's `samples.arrow`. `python -m pipeline.corpus.schema DIR` writes them down, a test holds them equal."""
+"""Columns of a prepared corpus's `samples.arrow`. `python -m pipeline.corpus.schema DIR` writes down what these and rows are; a test holds
+them equal."""
 
 import json
 import sys
@@ -6,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+
+from pipeline.corpus.row_schema import row_schemas
 
 FORMAT_VERSION = 3  # raise it when columns, files or ids of a prepared corpus change
 
@@ -44,14 +47,32 @@ _FIRST: "list[pa.Field[Any]]" = [
 PART = pa.schema(_FIRST + [SAMPLES.field(i) for i in range(1, len(SAMPLES))])
 
 
+EXAMPLE: dict[str, Any] = {
+    "sample_id": "row-0-17",
+    "source": "chats.jsonl",
+    "row": 17,
+    "split": "train",
+    "input_ids": [1, 4093, 198, 1780, 2],
+    "loss_mask": [{"start": 3, "length": 2}],
+    "num_tokens": 5,
+    "num_supervised": 2,
+}
+
+
 def schemas() -> dict[str, str]:
     """File name in data_schemas/ and its text."""
     columns = {
         field.name: {"type": str(field.type), "nullable": field.nullable, "meaning": (field.metadata or {})[b"meaning"].decode()}
         for field in SAMPLES
     }
-    value = {"file": "samples.arrow of a prepared corpus: Arrow IPC file format", "format_version": FORMAT_VERSION, "columns": columns}
-    return {"prepared_samples.arrow.json": json.dumps(value, indent=2, ensure_ascii=False) + "\n"}
+    samples = {
+        "file": "samples.arrow of a prepared corpus: Arrow IPC file format",
+        "format_version": FORMAT_VERSION,
+        "columns": columns,
+        "example": EXAMPLE,
+    }
+    values = {"prepared_samples.arrow.json": samples, **row_schemas()}
+    return {name: json.dumps(value, indent=2, ensure_ascii=False) + "\n" for name, value in values.items()}
 
 
 if __name__ == "__main__":
