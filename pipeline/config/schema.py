@@ -110,6 +110,14 @@ class InputSection(Section):
     system: str | None = Field(None, description="system message of chats that have none")
     document: Literal["file", "line"] = Field("file", description="text: what one document is")
 
+    @model_validator(mode="after")
+    def _fields_of_its_type(self) -> "InputSection":
+        for kind, names in (("hf", ("name", "split")), ("text", ("document",))):
+            for name in names:
+                if self.type != kind and getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is for type {kind} and this entry has type {self.type}")
+        return self
+
 
 class TrainSetSection(Section):
     input_cfg: tuple[InputSection, ...] = Field((), description="where the chats are")

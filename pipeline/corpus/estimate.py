@@ -71,10 +71,10 @@ def estimate(config: Config) -> CorpusEstimate:
                 name = piece_id(sample.own_id or place_id(part.source, row.row), sample.piece)
                 samples_read.append(TokenSample(name, part.source.name, row.row, sample.split, ids, spans))
         rows_read += len(looked_at)
-        share += part.size * len(looked_at) / part.num_rows
+        share += part.num_bytes * len(looked_at) / part.num_rows
     if not samples_read:
         raise CorpusError(f"none of {rows_read} rows looked at gives a sample; `stages/corpus.py prepare` lists why.")
     lengths = np.array([sample.num_tokens for sample in samples_read], dtype=np.int64)
     step = max(1, math.ceil(int(lengths.sum()) / PROBE_TOKENS))
-    scale = sum(part.size for part in job.parts) / share
+    scale = sum(part.num_bytes for part in job.parts) / share
     return CorpusEstimate(lengths, tuple(samples_read[::step]), scale, rows_read == rows, rows, rows_read)

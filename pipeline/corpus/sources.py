@@ -66,7 +66,9 @@ _DEFAULTS = PLAIN.model_dump()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive rows of a source, [first_row, first_row + num_rows); in its (decompressed) bytes, [offset, offset + num_bytes)."""
+    """Consecutive rows of a source, [first_row, first_row + num_rows); in its (decompressed) bytes, [offset, offset + num_bytes).
+
+    Of a table `num_bytes` are those of its values, and `offset` is 0."""
 
     source: Source
     offset: int
@@ -74,11 +76,6 @@ class Part:
     first_row: int
     num_rows: int
     digest: str
-
-    @property
-    def size(self) -> int:
-        """How much is in it, against other parts of its kind: bytes, or rows of a table."""
-        return self.num_bytes or self.num_rows
 
 
 def find_sources(sets: Mapping[str, Sequence[InputSection]]) -> list[Source]:
@@ -211,7 +208,8 @@ def _divide_table(source: Source, max_rows: int | None) -> Iterator[Part]:
     for first in range(0, total, size):
         count = min(size, total - first)
         with reading(source.path):
-            yield Part(source, 0, 0, first, count, digest_of(table.read(first, count)))
+            batch = table.read(first, count)
+        yield Part(source, 0, batch.nbytes, first, count, digest_of(batch))
 
 
 def _table_rows(part: Part) -> list[object]:

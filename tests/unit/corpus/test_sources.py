@@ -208,6 +208,12 @@ def test_no_more_rows_than_an_entry_asks_for(tmp_path: Path, most: int, expected
     assert len(list(read_rows(entries))) == expected + 20
 
 
+@pytest.mark.parametrize("fields", [{"split": "test"}, {"name": "x"}, {"document": "line"}, {"type": "hf", "document": "line"}])
+def test_fields_of_another_type_are_refused(fields: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="is for type"):
+        InputSection.model_validate({"path": "x", **fields})
+
+
 def test_recursive_patterns(tmp_path: Path) -> None:
     (tmp_path / "deep" / "er").mkdir(parents=True)
     for folder in (".", "deep", "deep/er"):
