@@ -6,7 +6,7 @@ slots, with a small one. The two parts are joined by their log-sum-exps.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from pipeline.records import DraftBatch
 # Queries of a tile, all heads of one KV group counted: enough to keep matrix products busy, few enough to waste little.
 # A GPU wants larger products, and its tiles run one after another.
 TILE_QUERIES, DEVICE_TILE_QUERIES = 256, 4096
+
+# Given query [R, Hkv, Q, G, D] and the block's own key and value [R, Hkv, Q, D], attention over context and block.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def visible(batch: DraftBatch, block_size: int, window: int | None) -> torch.Tensor:

@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from pipeline.draft.model import Attend, Draft
+from pipeline.draft.attention import Attend
+from pipeline.draft.model import Draft
 
 
 class Serving:

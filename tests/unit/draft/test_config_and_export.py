@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.config.schema import DraftSection
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.export import export_draft, load_draft
-from pipeline.draft.model import inverse_frequencies
+from pipeline.draft.qwen3 import inverse_frequencies
 from pipeline.errors import DraftError
 from pipeline.records import TargetBundle
 from tests.support.drafts import FULL, SLIDING, lively_draft, small_config

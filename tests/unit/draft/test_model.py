@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pipeline.draft.config import DraftConfig
-from pipeline.draft.model import Draft, inverse_frequencies
+from pipeline.draft.model import Draft
+from pipeline.draft.qwen3 import inverse_frequencies
 from pipeline.records import DraftBatch
 from tests.support.drafts import FULL, SLIDING, any_batch, lively_draft, slow_forward, small_config
 
