@@ -37,10 +37,22 @@ class TargetSection(Section):
     )
 
 
+class LatentSection(Section):
+    """Sizes of latent attention, for `backbone: kimi_k3` only. Those that are not given are the target's, which then is a Kimi K3."""
+
+    q_lora_rank: NonNegative | None = Field(None, description="rank of the queries' projection; 0: queries are projected in one step")
+    kv_lora_rank: Positive | None = Field(None, description="rank of the latent that keys and values are expanded from")
+    qk_nope_head_dim: Positive | None = Field(None, description="channels of a head's own part of its keys")
+    qk_rope_head_dim: Positive | None = Field(None, description="channels of the keys that all heads share; they are not rotated")
+    v_head_dim: Positive | None = Field(None, description="channels of a head's values")
+    mla_use_output_gate: bool | None = Field(None, description="whether a gate scales what was attended to")
+
+
 class DraftSection(Section):
     """The draft. Geometry that is not given is the target's own."""
 
     variant: Literal["dflash"] = Field("dflash", description="which member of the family")
+    backbone: Literal["qwen3", "kimi_k3"] = Field("qwen3", description="whose attention and MLP its layers have")
     target_layer_ids: LayerIds | None = Field(None, description="target layers it reads, in this order; default: all of the cache's")
     num_hidden_layers: Positive = Field(5, description="depth")
     block_size: Annotated[int, Field(ge=2)] = Field(16, description="slots of a block, the anchor's included")
@@ -53,6 +65,7 @@ class DraftSection(Section):
     rope_theta: Annotated[float, Field(gt=0)] | None = None
     attention_bias: bool = False
     sliding_window: Positive | None = Field(None, description="context rows a slot can look back; default: all")
+    mla: LatentSection = LatentSection()
 
 
 class ObjectiveSection(Section):

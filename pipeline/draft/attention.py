@@ -19,7 +19,7 @@ from pipeline.records import DraftBatch
 # A GPU wants larger products, and its tiles run one after another.
 TILE_QUERIES, DEVICE_TILE_QUERIES = 256, 4096
 
-# Given query [R, Hkv, Q, G, D] and the block's own key and value [R, Hkv, Q, D], attention over context and block.
+# Given query [R, Hkv, Q, G, D] and the block's own key [R, Hkv, Q, D] and value [R, Hkv, Q, Dv], attention over context and block.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -125,11 +125,16 @@ def _tile_mask(blocks: torch.Tensor, rest: tuple[int, int], block_size: int, win
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: tuple[torch.Tensor, torch.Tensor], tiles: tuple[Tile, ...]
 ) -> torch.Tensor:
-    """Attention of all blocks: query [R, Hkv, N·B, G, D] (G heads share a KV head), key and value [R, Hkv, N·B, D], in the plan's
-    order; context keys and values [R, Hkv, C, D]. Returns [R, Hkv, N·B, G, D]."""
+    """Attention of all blocks: query [R, Hkv, N·B, G, D] (G heads share a KV head), key [R, Hkv, N·B, D] and value [R, Hkv, N·B, Dv],
+    in the plan's order; context keys and values of the same channels, [R, Hkv, C, ·]. Returns [R, Hkv, N·B, G, Dv]; the scale is D^-½."""
     if query.device.type == "cpu":
-        result: torch.Tensor = _CpuTiles.apply(query.contiguous(), key, value, *context, tiles)  # type: ignore[no-untyped-call]
-        return result
+        channels, size = value.shape[-1], max(query.shape[-1], value.shape[-1])
+        if query.shape[-1] < size:
+            query = query * (size / query.shape[-1]) ** 0.5  # torch takes size^-½ for the scale
+        # torch's CPU kernels want keys and values of one size, and zeros change neither.
+        query, key, value, *cached = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value, *context))
+        result: torch.Tensor = _CpuTiles.apply(query.contiguous(), key, value, *cached, tiles)  # type: ignore[no-untyped-call]
+        return result[..., :channels]
     return _portable(query, key, value, context, tiles)
 
 

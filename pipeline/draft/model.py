@@ -1,7 +1,8 @@
-"""The DFlash draft: a few Qwen3-style layers that read the target's hidden states (DFLASH §2).
+"""The DFlash draft: a few layers, Qwen3's or Kimi K3's, that read the target's hidden states (DFLASH §2).
 
 Own modules rather than a library's layers, so that keys come from two streams without tricks, and so that parameter names, dtypes
-and what is computed are in view. Letters: R rows, S tokens, N blocks, B slots, C context rows, H hidden size, D head_dim.
+and what is computed are in view. Letters: R rows, S tokens, N blocks, B slots, C context rows, H hidden size, D and Dv
+channels of a head's keys and values.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +15,13 @@ from pipeline.draft.attention import Attend, attend, plan_tiles
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.fused import RMSNorm
 from pipeline.draft.groups import Place, places, sum_over
+from pipeline.draft.kimi import BoundedMLP, LatentAttention
 from pipeline.draft.qwen3 import MLP, Attention, Rotation, rotation
 from pipeline.records import DraftBatch
 
 __all__ = ["Draft", "DraftConfig"]
 
-# By layer, keys and values of context rows, each [R, Hkv, C, D].
+# By layer, keys and values of context rows, [R, Hkv, C, D] and [R, Hkv, C, Dv].
 Context = list[tuple[torch.Tensor, torch.Tensor]]
 # Given hidden states [r, n, B, H] of some rows and blocks, and which those are, a sum over them, fp32 [].
 Score = Callable[[torch.Tensor, Place], torch.Tensor]
@@ -34,8 +36,9 @@ def block_positions(batch: DraftBatch, block_size: int) -> torch.Tensor:
 class DraftLayer(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        latent = config.latent
+        self.self_attn = Attention(config) if latent is None else LatentAttention(config, latent)
+        self.mlp = MLP(config) if latent is None else BoundedMLP(config, latent)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -62,7 +65,7 @@ class Draft(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def context(self, features: torch.Tensor, position_ids: torch.Tensor) -> Context:
-        """Keys and values, by layer, of the tokens with `features` [R, C, L·H] at `position_ids` [R, C]: each [R, Hkv, C, D]."""
+        """Keys and values, by layer, of the tokens with `features` [R, C, L·H] at `position_ids` [R, C]."""
         if not torch.is_autocast_enabled(features.device.type):
             features = features.to(self.fc.weight.dtype)
         hidden = self.hidden_norm(self.fc(features))

@@ -16,11 +16,10 @@ class Serving:
 
     def __init__(self, draft: Draft, max_tokens: int) -> None:
         config, weight = draft.config, draft.fc.weight
-        shape = (1, config.num_key_value_heads, max_tokens + config.block_size, config.head_dim)
+        rows = (1, config.num_key_value_heads, max_tokens + config.block_size)
         self._draft = draft
         self._kept = [
-            (torch.empty(shape, dtype=weight.dtype, device=weight.device), torch.empty(shape, dtype=weight.dtype, device=weight.device))
-            for _ in range(config.num_hidden_layers)
+            (weight.new_empty(*rows, config.key_size), weight.new_empty(*rows, config.value_size)) for _ in range(config.num_hidden_layers)
         ]
         self.length = 0
 
@@ -52,6 +51,7 @@ class Serving:
                 mask = ((behind < window) | own).repeat_interleave(query.shape[3], dim=0)
             keys, values = (buffer[:, :, first:end] for buffer in self._kept[layer])
             keys[:, :, -slots:], values[:, :, -slots:] = key, value
-            return F.scaled_dot_product_attention(query.flatten(2, 3), keys, values, attn_mask=mask).view(query.shape)
+            out = F.scaled_dot_product_attention(query.flatten(2, 3), keys, values, attn_mask=mask)
+            return out.reshape(*query.shape[:4], -1)
 
         return attend

@@ -21,7 +21,7 @@ from pipeline.errors import TargetError
 from pipeline.records import DraftBatch, TargetBundle
 
 KINDS = ("objective", "decode", "table")
-FAMILIES = ("dflash",)
+FAMILIES = ("dflash", "kimi_k3")
 OPTIONS = ("sliding_window",)
 
 
