@@ -16,7 +16,8 @@ from pipeline.draft.config import DraftConfig
 from pipeline.draft.fused import RMSNorm
 from pipeline.draft.groups import Place, places, sum_over
 from pipeline.draft.kimi import BoundedMLP, LatentAttention
-from pipeline.draft.qwen3 import MLP, Attention, Rotation, rotation
+from pipeline.draft.layer import DraftLayer
+from pipeline.draft.qwen3 import rotation
 from pipeline.records import DraftBatch
 
 __all__ = ["Draft", "DraftConfig"]
@@ -31,21 +32,6 @@ def block_positions(batch: DraftBatch, block_size: int) -> torch.Tensor:
     """Positions of the slots inside their document, int64 [R, N, B]: the anchor's and on, past the document's end too."""
     slots = torch.arange(block_size, device=batch.anchors.device)
     return batch.position_ids.gather(1, batch.anchors).unsqueeze(-1) + slots
-
-
-class DraftLayer(nn.Module):
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        latent = config.latent
-        self.self_attn = Attention(config) if latent is None else LatentAttention(config, latent)
-        self.mlp = MLP(config) if latent is None else BoundedMLP(config, latent)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, by: Rotation, attend: Attend) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), by, attend)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
 
 
 class Draft(nn.Module):
