@@ -15,7 +15,6 @@ from pipeline.draft.attention import Attend, attend, plan_tiles
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.fused import RMSNorm
 from pipeline.draft.groups import Place, places, sum_over
-from pipeline.draft.kimi import BoundedMLP, LatentAttention
 from pipeline.draft.layer import DraftLayer
 from pipeline.draft.qwen3 import rotation
 from pipeline.records import DraftBatch
