@@ -15,7 +15,7 @@ from pipeline.draft.export import export_draft, load_draft
 from pipeline.draft.qwen3 import inverse_frequencies
 from pipeline.errors import DraftError
 from pipeline.records import TargetBundle
-from tests.support.drafts import FULL, SLIDING, lively_draft, small_config
+from tests.support.drafts import FULL, SLIDING, kimi_config, lively_draft, small_config
 from tests.support.samples import MASK_TOKEN_ID, VOCAB, bundle
 
 SPECIAL = {"eos": 2, "pad": 2, "bos": None}
@@ -90,6 +90,8 @@ CONFIGS = {
     "biased": small_config(attention_bias=True, rms_norm_eps=1e-5, rope_theta=1e6),
     "windowed": small_config(layer_types=(SLIDING, FULL), sliding_window=9),
     "scaled": small_config(input_embedding_scale=2.5, final_logit_softcapping=30.0),
+    "kimi": kimi_config(rms_norm_eps=1e-5),
+    "kimi, bare": kimi_config(shape={"q_lora_rank": None, "mla_use_output_gate": False, "activation_situ_linear_beta": None}),
 }
 
 
