@@ -7,16 +7,12 @@ a stage cannot do without. Section names follow the habit of the ecosystem (DESI
 from os.path import expanduser
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-LayerIds = Annotated[tuple[int, ...], Field(min_length=1)]
+from pipeline.config.base import Fraction, LayerIds, NonNegative, Positive, Section
+from pipeline.config.draft import DraftSection, LatentSection, ObjectiveSection, refused_pair
 
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+__all__ = ["Config", "DraftSection", "LatentSection", "ObjectiveSection", "Section"]
 
 
 class TargetSection(Section):
@@ -35,46 +31,6 @@ class TargetSection(Section):
     chat_template_kwargs: dict[str, str | bool | int | float | None] = Field(
         default_factory=dict, description="arguments passed to the chat template, such as enable_thinking"
     )
-
-
-class LatentSection(Section):
-    """Sizes of latent attention, for `backbone: kimi_k3` only. Those that are not given are the target's, which then is a Kimi K3."""
-
-    q_lora_rank: NonNegative | None = Field(None, description="rank of the queries' projection; 0: queries are projected in one step")
-    kv_lora_rank: Positive | None = Field(None, description="rank of the latent that keys and values are expanded from")
-    qk_nope_head_dim: Positive | None = Field(None, description="channels of a head's own part of its keys")
-    qk_rope_head_dim: Positive | None = Field(None, description="channels of the keys that all heads share; they are not rotated")
-    v_head_dim: Positive | None = Field(None, description="channels of a head's values")
-    mla_use_output_gate: bool | None = Field(None, description="whether a gate scales what was attended to")
-
-
-class DraftSection(Section):
-    """The draft. Geometry that is not given is the target's own."""
-
-    variant: Literal["dflash"] = Field("dflash", description="which member of the family")
-    backbone: Literal["qwen3", "kimi_k3"] = Field("qwen3", description="whose attention and MLP its layers have")
-    target_layer_ids: LayerIds | None = Field(None, description="target layers it reads, in this order; default: all of the cache's")
-    num_hidden_layers: Positive = Field(5, description="depth")
-    block_size: Annotated[int, Field(ge=2)] = Field(16, description="slots of a block, the anchor's included")
-    mask_token_id: int | None = Field(None, description="id fed to slots without a token; must not occur in the corpus")
-    num_attention_heads: Positive | None = None
-    num_key_value_heads: Positive | None = None
-    head_dim: Positive | None = None
-    intermediate_size: Positive | None = None
-    rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
-    rope_theta: Annotated[float, Field(gt=0)] | None = None
-    attention_bias: bool = False
-    sliding_window: Positive | None = Field(None, description="context rows a slot can look back; default: all")
-    mla: LatentSection = LatentSection()
-
-
-class ObjectiveSection(Section):
-    """What is minimised (DFLASH §3)."""
-
-    name: Literal["decay", "uniform"] = Field("decay", description="slot weights: exp(-(k-1)/gamma), or 1")
-    gamma: Annotated[float, Field(gt=0)] = Field(7.0, description="decay constant, in slots")
-    num_anchors: Positive = Field(512, description="most anchors drawn from one sample an epoch")
-    anchor_fit: Literal["full", "partial"] = Field("full", description="whether a block must fit before the sample's end")
 
 
 class SchedSection(Section):
@@ -100,6 +56,12 @@ class ModelSection(Section):
     draft: DraftSection = DraftSection()
     objective: ObjectiveSection = ObjectiveSection()
     optim: OptimSection = OptimSection()
+
+    @model_validator(mode="after")
+    def _pair(self) -> "ModelSection":
+        if reason := refused_pair(self.draft, self.objective):
+            raise ValueError(reason)
+        return self
 
 
 class InputSection(Section):

@@ -17,13 +17,15 @@ from pipeline.draft.fused import RMSNorm
 from pipeline.draft.groups import Place, places, sum_over
 from pipeline.draft.layer import DraftLayer
 from pipeline.draft.qwen3 import rotation
+from pipeline.draft.variants import VARIANTS
+from pipeline.errors import DraftError
 from pipeline.records import DraftBatch
 
 __all__ = ["Draft", "DraftConfig"]
 
 # By layer, keys and values of context rows, [R, Hkv, C, D] and [R, Hkv, C, Dv].
 Context = list[tuple[torch.Tensor, torch.Tensor]]
-# Given hidden states [r, n, B, H] of some rows and blocks, and which those are, a sum over them, fp32 [].
+# Given hidden states [r, n, B, H] of some rows and blocks, and which those are, sums over them, fp32 [K].
 Score = Callable[[torch.Tensor, Place], torch.Tensor]
 
 
@@ -34,20 +36,24 @@ def block_positions(batch: DraftBatch, block_size: int) -> torch.Tensor:
 
 
 class Draft(nn.Module):
-    """Parameters are named as servers expect (DFLASH §7). New weights: normal of 0.02, norms 1, biases 0, from torch's generator."""
+    """Parameters are named as servers expect (DFLASH §7). New weights: normal of 0.02, norms 1, biases 0, from torch's generator;
+    those of a variant as its own file says."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.variant = config, VARIANTS[config.variant]
+        if faults := self.variant.faults(config):
+            raise DraftError(f"the draft's configuration cannot work: {'; '.join(faults)}")
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.variant.layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        self.variant.extend(self, config)
 
     def context(self, features: torch.Tensor, position_ids: torch.Tensor) -> Context:
         """Keys and values, by layer, of the tokens with `features` [R, C, L·H] at `position_ids` [R, C]."""
@@ -69,7 +75,7 @@ class Draft(nn.Module):
     def forward(self, batch: DraftBatch, block_embeddings: torch.Tensor, score: Score | None = None) -> torch.Tensor:
         """Hidden states of all slots, [R, N, B, H], for `block_embeddings` [R, N, B, H].
 
-        With `score`, which makes a sum [] of the hidden states of some rows and blocks, the sum of it over all of them, group by
+        With `score`, which makes sums [K] of the hidden states of some rows and blocks, their sums [K] over all of them, group by
         group: the way to train, since hidden states and activations of the whole batch then never exist at once.
         """
         config, (rows, count) = self.config, batch.anchors.shape
@@ -91,7 +97,7 @@ class Draft(nn.Module):
         """[R, N, B, H], given the context's keys and values."""
         config, (rows, count) = self.config, batch.anchors.shape
         windows = {config.window(layer) for layer in range(config.num_hidden_layers)}
-        plan = plan_tiles(batch, config.block_size, windows, config.num_attention_heads // config.num_key_value_heads)
+        plan = plan_tiles(batch, config.block_size, windows, config.num_attention_heads // config.num_key_value_heads, self.variant.causal)
         row = torch.arange(rows, device=plan.order.device).unsqueeze(1)
         at = block_positions(batch, config.block_size)[row, plan.order]
 

@@ -12,6 +12,7 @@ from pipeline.config.schema import DraftSection
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.export import export_draft, load_draft
 from pipeline.draft.kimi_config import LatentShape
+from pipeline.draft.published import from_json, to_json
 from pipeline.draft.serving import Serving
 from pipeline.errors import DraftError
 from pipeline.records import TargetBundle
@@ -72,7 +73,7 @@ def test_any_target_with_explicit_sizes() -> None:
 
 
 def test_the_config_is_the_drafts_and_not_the_targets() -> None:
-    values = build(kimi_target()).to_json()
+    values = to_json(build(kimi_target()))
     assert (values["architectures"], values["model_type"], values["hidden_act"]) == (["KimiK3DFlashDraftModel"], "kimi_linear", "situ")
     assert {name: values[name] for name in SIZES} == SIZES
     off = {"num_experts": None, "num_shared_experts": 0, "num_nextn_predict_layers": 0, "attn_res_block_size": None}
@@ -148,11 +149,11 @@ def test_a_target_that_is_no_kimi_needs_the_sizes() -> None:
 )
 def test_configs_that_cannot_work(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DraftError, match=message):
-        DraftConfig.from_json({**kimi_config().to_json(), **changes})
+        from_json({**to_json(kimi_config()), **changes})
 
 
 def test_what_a_published_config_leaves_out() -> None:
-    values = kimi_config(rms_norm_eps=1e-5).to_json()
+    values = to_json(kimi_config(rms_norm_eps=1e-5))
     for name in (
         "activation_situ_beta",
         "activation_situ_linear_beta",
@@ -162,5 +163,5 @@ def test_what_a_published_config_leaves_out() -> None:
         "hidden_act",
     ):
         del values[name]
-    assert DraftConfig.from_json(values) == kimi_config(rms_norm_eps=1e-5)
-    assert DraftConfig.from_json({**values, "architectures": None, "rope_parameters": {"rope_theta": 1.0}}).latent == kimi_config().latent
+    assert from_json(values) == kimi_config(rms_norm_eps=1e-5)
+    assert from_json({**values, "architectures": None, "rope_parameters": {"rope_theta": 1.0}}).latent == kimi_config().latent
