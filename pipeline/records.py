@@ -170,7 +170,7 @@ class TargetBundle:
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """What one forward and backward of the draft sees: R rows, each one sample or several packed documents.
+    """What one forward and backward of the draft sees: R rows, each one sample or several packed documents, `sample_ids` of all.
 
     `input_ids` int64 [R, S] (right-padded with 0); `loss_mask` bool [R, S]; `features` [R, S, L·H]; `position_ids` int64
     [R, S], inside the token's document; by block, int64 or bool [R, N]: `anchors` (row index of slot 0; any order is right,

@@ -20,9 +20,10 @@ from pipeline.cache.writer import ShardWriter
 from pipeline.capture.launch import Launch
 from pipeline.capture.shards import forward_ahead
 from pipeline.capture.sizes import CODECS, ChunkBytes, measure_chunk
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, ObjectiveSection
 from pipeline.corpus.plan import plan_batches
 from pipeline.draft.anchors import draw_anchors, usable_anchors
+from pipeline.draft.batch import BatchShape, collate
 from pipeline.draft.loss import objective
 from pipeline.draft.model import Draft, DraftConfig
 from pipeline.records import CapturedSample, DraftBatch, TargetBundle, TokenSample
@@ -89,7 +90,7 @@ def time_draft(config: Config, target: Target, bundle: TargetBundle, samples: Se
     # Ranks of a group forward together: how many samples may depend on nothing that one rank alone knows, such as the time.
     captured = [one for batch in forward_ahead(target, [[sample] for sample in samples[:DRAFT_SAMPLES]]) for one in batch]
     tokens, seconds = 0, 0.0
-    for batch in filter(None, [_draft_batch(config, geometry, one) for one in captured]):
+    for batch in filter(None, [_draft_batch(config.model.objective, geometry, one) for one in captured]):
         begin = time.perf_counter()
         with torch.autocast(target.device.type, torch.bfloat16) if mixed else nullcontext():
             sums = objective(draft, moved, batch.to(target.device), config.model.objective)
@@ -105,23 +106,14 @@ def time_draft(config: Config, target: Target, bundle: TargetBundle, samples: Se
     return tokens / seconds if tokens else 0.0
 
 
-def _draft_batch(config: Config, geometry: DraftConfig, captured: CapturedSample) -> DraftBatch | None:
-    tokens, section = captured.tokens, config.model.objective
+def _draft_batch(section: ObjectiveSection, geometry: DraftConfig, captured: CapturedSample) -> DraftBatch | None:
+    tokens = captured.tokens
     usable = usable_anchors(tokens.spans, tokens.num_tokens, geometry.block_size, section.anchor_fit)
     if not len(usable):
         return None
-    anchors = torch.from_numpy(draw_anchors(0, 0, tokens.sample_id, usable, section.num_anchors))[None]
-    return DraftBatch(
-        sample_ids=(tokens.sample_id,),
-        input_ids=torch.from_numpy(tokens.input_ids.astype(np.int64))[None],
-        loss_mask=torch.from_numpy(tokens.loss_mask)[None],
-        features=captured.features(geometry.target_layer_ids)[None].float(),
-        position_ids=torch.arange(tokens.num_tokens)[None],
-        anchors=anchors,
-        document_start=torch.zeros_like(anchors),
-        document_end=torch.full_like(anchors, tokens.num_tokens),
-        block_valid=torch.ones_like(anchors, dtype=torch.bool),
-    )
+    dtype = next(iter(captured.hidden.values())).dtype
+    shape = BatchShape(geometry.target_layer_ids, geometry.block_size, geometry.hidden_size, dtype)
+    return collate([captured], [draw_anchors(0, 0, tokens.sample_id, usable, section.num_anchors)], shape)
 
 
 def _batches(config: Config, samples: Sequence[TokenSample]) -> list[list[TokenSample]]:

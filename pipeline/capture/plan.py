@@ -146,7 +146,7 @@ def _plan(config: Config, cache: Path, launch: Launch, ranks: Ranks) -> Plan | N
         probe=probe,
         groups=ranks.dp_size,
         ranks=ranks.world_size,
-        epochs=_epochs(config, corpus.total_samples),
+        epochs=_epochs(config, corpus.total_samples, corpus.total_tokens),
     )
 
 
@@ -173,11 +173,14 @@ def _bundle(config: Config, target: Target, manifest: Manifest, tied: bool) -> t
     return (rows + probe) * manifest.hidden_size * item + sum(sizes) + headers, len(sizes) + 3
 
 
-def _epochs(config: Config, num_samples: int) -> float:
+def _epochs(config: Config, num_samples: int, num_tokens: int) -> float:
     trainer = config.trainer
     if trainer.max_epochs is not None:
         return float(trainer.max_epochs)
-    return trainer.max_steps * config.data.train_ds.global_batch_size / num_samples if trainer.max_steps else 1.0
+    if trainer.max_steps is None:
+        return 1.0
+    size, tokens = config.data.train_ds.samples_a_step, config.data.train_ds.global_batch_tokens
+    return trainer.max_steps * (size / num_samples if size else (tokens or 0) / num_tokens)
 
 
 def as_text(plan: Plan) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import LayerIds, NonNegative, Positive, Section
+from pipeline.config.section import LayerIds, NonNegative, Positive, Section
 
 # Fields of a variant, which mean nothing to another one.
 VARIANT_FIELDS = {
@@ -33,13 +33,13 @@ class DraftSection(Section):
     num_hidden_layers: Positive = Field(5, description="depth")
     block_size: Annotated[int, Field(ge=2)] = Field(16, description="slots of a block, the anchor's included")
     mask_token_id: int | None = Field(None, description="id fed to slots without a token; must not occur in the corpus")
-    num_attention_heads: Positive | None = None
-    num_key_value_heads: Positive | None = None
-    head_dim: Positive | None = None
-    intermediate_size: Positive | None = None
-    rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
-    rope_theta: Annotated[float, Field(gt=0)] | None = None
-    attention_bias: bool = False
+    num_attention_heads: Positive | None = Field(None, description="default: the target's")
+    num_key_value_heads: Positive | None = Field(None, description="default: the target's")
+    head_dim: Positive | None = Field(None, description="channels of a head; default: the target's")
+    intermediate_size: Positive | None = Field(None, description="channels inside the MLP; default: the target's")
+    rms_norm_eps: Annotated[float, Field(gt=0)] | None = Field(None, description="default: the target's")
+    rope_theta: Annotated[float, Field(gt=0)] | None = Field(None, description="base of RoPE; default: the target's")
+    attention_bias: bool = Field(False, description="biases in the projections of attention")
     sliding_window: Positive | None = Field(None, description="context rows a slot of a sliding layer can look back; default: all")
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = Field(
         None, description="of every layer; default: all sliding with a sliding_window, all full without"

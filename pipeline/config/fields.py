@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from pipeline.config.schema import Config, Section
+from pipeline.config.schema import Config
+from pipeline.config.section import Section
 
 _LIMITS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 

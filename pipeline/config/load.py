@@ -43,9 +43,13 @@ def load_config(stage: Stage, path: str, overrides: Sequence[str]) -> Config:
     return config
 
 
-def to_yaml(config: Config) -> str:
-    """The resolved configuration, every field written out; `load_config` reads it back to an equal `Config`."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def to_yaml(config: Config, *, named_only: bool = False) -> str:
+    """The resolved configuration; `load_config` reads it back to an equal `Config`.
+
+    Every field is written out, or with `named_only` those that file and overrides named: only they are compared with a cache, so
+    what was silent then stays silent when the text is run again.
+    """
+    return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=named_only), sort_keys=False, allow_unicode=True)
 
 
 # ---- reading, overriding, merging, resolving

@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import Fraction, LayerIds, NonNegative, Positive, Section
 from pipeline.config.draft import DraftSection, LatentSection, ObjectiveSection, refused_pair
+from pipeline.config.section import LayerIds, NonNegative, Positive, Regex, Section
+from pipeline.config.training import ExpManagerSection, OptimSection, TrainerSection
 
 __all__ = ["Config", "DraftSection", "LatentSection", "ObjectiveSection", "Section"]
 
@@ -33,29 +34,20 @@ class TargetSection(Section):
     )
 
 
-class SchedSection(Section):
-    """Learning rate by step: a linear rise, then a half cosine down to `min_lr`."""
-
-    name: Literal["cosine"] = "cosine"
-    warmup_steps: NonNegative | None = Field(None, description="steps of the rise; default: warmup_ratio of max_steps")
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.04
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
-
-
-class OptimSection(Section):
-    name: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Field(gt=0)] = 6e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled; matrices only, never norms or biases")
-    sched: SchedSection = SchedSection()
-
-
 class ModelSection(Section):
     target: TargetSection = TargetSection()
     draft: DraftSection = DraftSection()
     objective: ObjectiveSection = ObjectiveSection()
     optim: OptimSection = OptimSection()
+    init_from_checkpoint: str | None = Field(
+        None,
+        description="weights to start from: a checkpoint or export of ours, a Hugging Face folder, a .safetensors file, or a DCP folder; "
+        "optimizer and step are new",
+    )
+    freeze_params: tuple[Regex, ...] = Field(
+        (), description="regular expressions; a parameter whose name one of them matches anywhere is not trained"
+    )
+    prevent_freeze_params: tuple[Regex, ...] = Field((), description="regular expressions; what they match is trained all the same")
 
     @model_validator(mode="after")
     def _pair(self) -> "ModelSection":
@@ -67,17 +59,55 @@ class ModelSection(Section):
 class InputSection(Section):
     """One source of chats."""
 
-    type: Literal["jsonl"] = "jsonl"
+    type: Literal["jsonl"] = Field("jsonl", description="JSON lines")
     path: str = Field(description="file; `*` and `?` match several, read in sorted order")
+    weight: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="train_ds only, all entries or none: share of an epoch's samples that come from this entry; default: as they are"
+    )
 
 
 class TrainSetSection(Section):
     input_cfg: tuple[InputSection, ...] = Field((), description="where the chats are")
-    global_batch_size: Positive = Field(8, description="samples an optimizer step, over all ranks and micro-batches")
+    global_batch_size: Positive | None = Field(
+        None, description="samples an optimizer step, over all ranks and micro-batches; default: 8, unless global_batch_tokens is given"
+    )
+    global_batch_tokens: Positive | None = Field(
+        None, description="in its place: an optimizer step is as many samples as have these tokens"
+    )
+    length_buckets: Positive = Field(1, description="groups by length: the samples of a step come from one, which saves padding")
+    micro_batch_tokens: Positive | None = Field(
+        None, description="tokens of a micro-batch, padding included, in place of trainer.accumulate_grad_batches"
+    )
+    packing: bool = Field(False, description="several samples one after another in a row; they do not see each other")
+    pack_tokens: Positive | None = Field(None, description="tokens of a packed row; default: micro_batch_tokens, or the longest sample")
+
+    @model_validator(mode="after")
+    def _one_way_each(self) -> "TrainSetSection":
+        if self.global_batch_size is not None and self.global_batch_tokens is not None:
+            raise ValueError("global_batch_size and global_batch_tokens are both set; give one")
+        if self.pack_tokens is not None and not self.packing:
+            raise ValueError("pack_tokens is set, and packing is false")
+        if (self.pack_tokens or 0) > (self.micro_batch_tokens or self.pack_tokens or 0):
+            raise ValueError(f"a row of pack_tokens ({self.pack_tokens}) does not fit into micro_batch_tokens ({self.micro_batch_tokens})")
+        weighed = [entry.weight is not None for entry in self.input_cfg]
+        if any(weighed) and not all(weighed):
+            raise ValueError(f"input_cfg.{weighed.index(False)} has no weight, and others have; give all entries one, or none")
+        return self
+
+    @property
+    def samples_a_step(self) -> int | None:
+        """None when steps are cut by tokens."""
+        return self.global_batch_size or (None if self.global_batch_tokens else 8)
 
 
 class ValidationSetSection(Section):
     input_cfg: tuple[InputSection, ...] = Field(description="where the chats are")
+
+    @model_validator(mode="after")
+    def _no_weights(self) -> "ValidationSetSection":
+        if any(entry.weight is not None for entry in self.input_cfg):
+            raise ValueError("weight is for entries of train_ds only: a validation uses every sample once")
+        return self
 
 
 class ValidationSection(Section):
@@ -134,50 +164,13 @@ class CaptureSection(Section):
         return int(part), int(of)
 
 
-class TrainerSection(Section):
-    max_steps: Positive | None = Field(None, description="optimizer steps; or give max_epochs")
-    max_epochs: Positive | None = None
-    accumulate_grad_batches: Positive = Field(1, description="micro-batches into which a rank divides its share of a step")
-    gradient_clip_val: Annotated[float, Field(gt=0)] | None = Field(1.0, description="norm of the gradient of the whole step")
-    precision: Literal["fp32", "bf16-mixed"] = Field("fp32", description="compute; weights and optimizer are fp32 either way")
-    val_check_interval: Positive | None = Field(None, description="steps between validations; default: only at the end")
-    log_every_n_steps: Positive = 10
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of initial weights, sample order and anchors")
-    devices: Positive | None = Field(None, description="processes a node; a launch with another number is refused")
-    num_nodes: Positive = 1
-
-    @model_validator(mode="after")
-    def _length(self) -> "TrainerSection":
-        if self.max_steps is not None and self.max_epochs is not None:
-            raise ValueError("max_steps and max_epochs are both set; give one")
-        return self
-
-
-class CheckpointSection(Section):
-    every_n_train_steps: Positive | None = Field(None, description="default: val_check_interval")
-    monitor: str = Field(
-        "val_accept_len",
-        pattern=r"^val(_|/[\w-]+/)(loss|accept_len|accuracy|walk_accept_len)$",
-        description="metric of the validation: val_accept_len, val_walk_accept_len, val_loss, val_accuracy; of one set, val/NAME/loss",
-    )
-    mode: Literal["max", "min"] = "max"
-    save_top_k: NonNegative = Field(1, description="best checkpoints kept beside the last")
-
-
-class ExpManagerSection(Section):
-    explicit_log_dir: str | None = Field(None, description="folder of the run; default: runs/NAME")
-    resume_if_exists: bool = Field(True, description="go on from the newest checkpoint of the folder; false: refuse a folder with one")
-    create_tensorboard_logger: bool = False
-    checkpoint_callback_params: CheckpointSection = CheckpointSection()
-
-
 class EvaluateSection(Section):
     """Speculative decoding of prompts with target and draft."""
 
     draft: str | None = Field(None, description="folder of an exported draft; default: the run's own export")
     input_cfg: tuple[InputSection, ...] = Field((), description="chats; the last user turn is answered")
-    max_new_tokens: Positive = 128
-    max_prompts: Positive | None = Field(None, description="default: all")
+    max_new_tokens: Positive = Field(128, description="tokens of an answer at most")
+    max_prompts: Positive | None = Field(None, description="prompts decoded at most; default: all")
 
 
 class Config(Section):
@@ -188,6 +181,12 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()
     exp_manager: ExpManagerSection = ExpManagerSection()
     evaluate: EvaluateSection = EvaluateSection()
+
+    @model_validator(mode="after")
+    def _one_kind_of_micro_batches(self) -> "Config":
+        if self.data.train_ds.micro_batch_tokens is not None and self.trainer.accumulate_grad_batches > 1:
+            raise ValueError("data.train_ds.micro_batch_tokens and trainer.accumulate_grad_batches are both set; give one")
+        return self
 
     @property
     def log_dir(self) -> str:

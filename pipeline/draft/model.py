@@ -113,13 +113,20 @@ class Draft(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
 
 
+def new_in_variant(config: DraftConfig) -> set[str]:
+    """Names of the parameters that a draft has because of its variant: those a plain DFlash draft of the same geometry lacks."""
+    with torch.device("meta"):
+        ours, plain = (Draft(replace(config, variant=variant)) for variant in (config.variant, "dflash"))
+    return set(ours.state_dict()) - set(plain.state_dict())
+
+
 def last_context_row(batch: DraftBatch) -> int:
     """How many context rows any block can see. At least one, unseen if need be: all parameters then get a gradient, zero or not."""
     return max(1, int(torch.where(batch.block_valid, batch.anchors, 0).max()))
 
 
 def _part(batch: DraftBatch, place: Place) -> DraftBatch:
-    """Some rows and blocks of a batch. Features and final states are left whole: blocks read them through the context."""
+    """Some rows and blocks of a batch. Features and final states are left whole, blocks read them through the context; and so are ids."""
     by_row = {name: getattr(batch, name)[place[0]] for name in ("input_ids", "loss_mask", "position_ids")}
     by_block = {name: getattr(batch, name)[place] for name in ("anchors", "document_start", "document_end", "block_valid")}
-    return replace(batch, sample_ids=batch.sample_ids[place[0]], **by_row, **by_block)
+    return replace(batch, **by_row, **by_block)

@@ -30,8 +30,10 @@ from pipeline.target.head import bundle_of
 from pipeline.target.layers import CONVENTION, resolve_layer_ids
 from pipeline.target.load import DTYPES, Target, load_target
 from pipeline.target.probe import check_padding
-from pipeline.train.feed import Order, Source
+from pipeline.train.divide import Division
+from pipeline.train.feed import Source
 from pipeline.train.identity import check_cache
+from pipeline.train.order import Order
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,23 @@ def training_order(data: TrainingData, config: Config) -> Order:
     if not len(indices):
         raise TrainingError(f"{counted}. Lower model.draft.block_size ({config.model.draft.block_size}), or look at the corpus.")
     log.info(counted)
-    return Order(config.trainer.seed, indices, data.num_tokens[indices], config.data.train_ds.global_batch_size)
+    section = config.data.train_ds
+    return Order(
+        seed=config.trainer.seed,
+        indices=indices,
+        num_tokens=data.num_tokens[indices],
+        batch_size=section.samples_a_step,
+        batch_tokens=section.global_batch_tokens,
+        length_buckets=section.length_buckets,
+    )
+
+
+def division_of(config: Config, order: Order, dp_size: int) -> Division:
+    """How global batches are shared out over `dp_size` ranks."""
+    section = config.data.train_ds
+    row = section.pack_tokens or section.micro_batch_tokens or int(order.num_tokens.max())
+    accumulate = config.trainer.accumulate_grad_batches
+    return Division(dp_size, accumulate, section.micro_batch_tokens, row if section.packing else None)
 
 
 def validation_sets(data: TrainingData) -> dict[str, list[int]]:

@@ -13,31 +13,34 @@ from numpy.typing import NDArray
 
 from pipeline.config.schema import ObjectiveSection
 from pipeline.draft.anchors import usable_anchors
+from pipeline.draft.batch import BatchShape, collate
 from pipeline.draft.loss import ObjectiveSums, objective
 from pipeline.draft.metrics import accepted_prefix, walk_lengths
 from pipeline.draft.model import Draft
 from pipeline.records import CapturedSample, DraftBatch, TargetBundle
 from pipeline.train.data import TrainingData
-from pipeline.train.feed import BatchShape, collate, read_ahead
-from pipeline.train.step import Learner, Sums, reduce_sums, sums_vector
+from pipeline.train.feed import read_ahead
+from pipeline.train.learner import Learner
+from pipeline.train.step import Sums, reduce_sums, sums_vector
 
 BLOCKS_AT_ONCE = 512
 
 
-def validate(learner: Learner, data: TrainingData, sets: Mapping[str, Sequence[int]], num_workers: int) -> dict[str, Any]:
-    """Metrics of every set in `sets` (sample numbers by name), as `val/NAME/loss` and so on, and of all together as `val_loss` and so on.
+def validate(learner: Learner, draft: Draft, data: TrainingData, sets: Mapping[str, Sequence[int]], num_workers: int) -> dict[str, Any]:
+    """Metrics of `draft` (`learner.evaluated()`) on every set in `sets` (sample numbers by name), as `val/NAME/loss` and so on, and of all
+    together as `val_loss` and so on.
 
     loss, accept_len, accuracy and accuracy_by_slot are over usable anchors, walk_accept_len over the answers (DFLASH §4). Sets
     of which nothing can be scored give no metric. Every rank must call it; the data-parallel ranks share the samples.
     """
-    ranks, size = learner.ranks, len(Sums.zero(learner.draft.config.block_size).values)
+    ranks, size = learner.ranks, len(Sums.zero(draft.config.block_size).values)
     totals = torch.zeros(len(sets), size + 2, dtype=torch.float64, device=ranks.device)
     with torch.no_grad():
         for row, numbers in enumerate(sets.values()):
             mine = list(numbers[ranks.dp_rank :: ranks.dp_size])
             for sample in read_ahead(lambda number: data.source([number])[0], mine, num_workers if data.any_thread else 0):
                 with learner.accelerator.autocast():  # not around the source: a live target keeps its own dtype
-                    sums, lengths = score(learner.draft, learner.bundle, learner.objective, sample)
+                    sums, lengths = score(draft, learner.bundle, learner.objective, sample)
                 totals[row, :size] += sums
                 totals[row, size:] += torch.tensor((sum(lengths), len(lengths)), device=ranks.device)
     rows = reduce_sums(totals, ranks).tolist()

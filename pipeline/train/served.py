@@ -137,16 +137,20 @@ def load_pair(config: Config, ranks: Ranks) -> Pair:
     check_target(section, folder)
     target = load_target(section, ranks, draft.config.target_layer_ids, final=True)
     check_rewindable(target.model)
-    ends = target.model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    stop_ids = {end for end in (*ends, load_tokenizer(section).eos_token_id) if end is not None}
     return Pair(
         target=target,
         draft=draft.to(target.device, target.dtype).eval(),
         bundle=bundle_of(target).to(target.device, target.dtype),
-        stop_ids=tuple(sorted(stop_ids)),
+        stop_ids=stop_tokens(target.model, load_tokenizer(section)),
         max_new_tokens=config.evaluate.max_new_tokens,
     )
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end an answer: those of the model's generation config, and the tokenizer's own."""
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return tuple(sorted({end for end in (*ends, tokenizer.eos_token_id) if end is not None}))
 
 
 def read_prompts(section: EvaluateSection, template: Template) -> tuple[list[Prompt], dict[str, int]]:

@@ -8,54 +8,18 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.state import AcceleratorState
-from torch import nn
 
-from pipeline.config.schema import ObjectiveSection
 from pipeline.draft.loss import ObjectiveSums, objective
 from pipeline.draft.metrics import BlockSums
-from pipeline.draft.model import Draft
-from pipeline.errors import ConfigError, TrainingError
-from pipeline.records import DraftBatch, TargetBundle
+from pipeline.errors import TrainingError
+from pipeline.records import DraftBatch
 from pipeline.runtime.ranks import Ranks
+from pipeline.train.learner import Learner, total_norm
 from pipeline.train.optim import set_learning_rate
-
-
-@dataclass(frozen=True)
-class Learner:
-    """What learns, and from what: `model` is `draft` as wrapped for several ranks; `bundle` is frozen and in no wrapper."""
-
-    draft: Draft
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    bundle: TargetBundle
-    objective: ObjectiveSection
-    accelerator: Accelerator
-    ranks: Ranks
-
-
-def start_accelerator(precision: Literal["fp32", "bf16-mixed"], tensorboard: Path | None = None) -> Accelerator:
-    """Accelerate for one run: how the draft is wrapped for several ranks, autocast, and trackers. Weights stay as they are, float32.
-
-    `tensorboard` is the folder for event files, if they are wanted. Raises `ConfigError` when TensorBoard is not installed.
-    """
-    if tensorboard is not None and find_spec("tensorboard") is None:
-        raise ConfigError("exp_manager.create_tensorboard_logger is true, and tensorboard is not installed: pip install tensorboard.")
-    # Its state is the process's, and a second run in this process may want another precision.
-    AcceleratorState._reset_state()
-    return Accelerator(
-        mixed_precision="bf16" if precision == "bf16-mixed" else "no",
-        log_with="tensorboard" if tensorboard is not None else None,
-        project_dir=tensorboard,
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,31 +96,32 @@ def train_step(
     that all ranks stop after the same step. Raises `TrainingError` on all ranks together when the loss or the gradient is
     not finite; weights are then those of before.
     """
-    ranks, optimizer = learner.ranks, learner.optimizer
-    optimizer.zero_grad(set_to_none=True)
+    ranks = learner.ranks
+    for optimizer in learner.optimizers:
+        optimizer.zero_grad(set_to_none=True)
     total, seen = torch.zeros(1, dtype=torch.float64, device=ranks.device), []
     for number in range(accumulate):
         batch = next(batches)
         moved = batch.to(ranks.device)
-        last = number == accumulate - 1
-        with nullcontext() if last else learner.accelerator.no_sync(learner.model):
+        with nullcontext() if number == accumulate - 1 else learner.without_sync():
             with learner.accelerator.autocast():
                 sums = objective(learner.model, learner.bundle, moved, learner.objective)
             torch.autograd.backward(sums.numerator)
         total = total + sums_vector(sums, batch)
         seen.append((batch.sample_ids, sums.numerator.detach()))
     total = reduce_sums(torch.cat((total, total.new_tensor([float(stop)]))), ranks)
-    gradients = [p.grad for p in learner.draft.parameters() if p.grad is not None]
+    gradients = learner.gradients()
     # The wrapper averaged over all ranks, of which tp_size at a time hold the same samples: what is left is Σ / dp_size.
     torch._foreach_mul_(gradients, (ranks.dp_size / total[1].clamp(min=torch.finfo(torch.float32).tiny)).float())
-    norm = nn.utils.get_total_norm(gradients)
+    norm = total_norm(gradients, learner)
     *values, stopped, grad_norm = torch.cat((total, norm.double().view(1))).tolist()
     if not (math.isfinite(grad_norm) and math.isfinite(values[0])):
         raise _not_finite(seen, grad_norm, values[0] / max(values[1], 1e-30), ranks)
     if clip is not None:
-        nn.utils.clip_grads_with_norm_(learner.draft.parameters(), clip, norm)
-    set_learning_rate(optimizer, rate)
-    optimizer.step()
+        torch._foreach_mul_(gradients, (clip / (norm + 1e-6)).clamp(max=1.0))
+    set_learning_rate(learner.optimizers, rate)
+    for optimizer in learner.optimizers:
+        optimizer.step()
     return Step(Sums(tuple(values)), grad_norm, stopped > 0)
 
 
@@ -167,11 +132,16 @@ def _not_finite(seen: Sequence[tuple[tuple[str, ...], torch.Tensor]], grad_norm:
     if ranks.world_size > 1:
         everyone = [[] for _ in range(ranks.world_size)]
         dist.all_gather_object(everyone, mine)
-    batches = [entry for rank in everyone for entry in rank]
-    suspects = sorted({sample for ids, fine in batches if not fine for sample in ids})
-    everything = sorted({sample for ids, _ in batches for sample in ids})
-    where = f"samples with a loss that is not finite: {', '.join(suspects)}" if suspects else f"samples: {', '.join(everything)}"
+    everything = sorted({sample for rank in everyone for ids, _ in rank for sample in ids})
+    suspects = {number: sorted({s for ids, fine in rank if not fine for s in ids}) for number, rank in enumerate(everyone)}
+    where = "; ".join(f"on rank {number}: {', '.join(ids)}" for number, ids in suspects.items() if ids)
+    count = len({sample for ids in suspects.values() for sample in ids})
+    told = (
+        f"{count} of the step's {len(everything)} samples were in micro-batches with a loss that is not finite, {where}"
+        if where
+        else f"every loss of its {len(everything)} samples is finite, the gradient is not: {', '.join(everything)}"
+    )
     return TrainingError(
-        f"the loss ({loss:.4g}) or the gradient (norm {grad_norm:.4g}) of this step is not finite; {where}. The weights were left as they "
+        f"the loss ({loss:.4g}) or the gradient (norm {grad_norm:.4g}) of this step is not finite; {told}. The weights were left as they "
         "were. Check the cache (its checksums and these samples' states), or lower model.optim.lr."
     )

@@ -5,31 +5,80 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
+from pipeline.config.schema import Config
+from pipeline.config.training import ExpManagerSection
+from pipeline.errors import ConfigError, TrainingError
 from pipeline.runtime.files import atomic_file
 from pipeline.train.feed import Feed
 
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+PROJECT = "dflash"
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+def check_trackers(section: ExpManagerSection) -> None:
+    """Raise `ConfigError` for a tracker that is asked for and not installed."""
+    missing = [name for name in TRACKERS if getattr(section, f"create_{name}_logger") and find_spec(name) is None]
+    if missing:
+        fields = ", ".join(f"exp_manager.create_{name}_logger" for name in missing)
+        raise ConfigError(f"{fields}: true, and {', '.join(missing)} is not installed: pip install {' '.join(missing)}.")
+
+
+def start_trackers(config: Config, folder: Path) -> list[GeneralTracker]:
+    """The trackers that `config` asks for, writing below `folder` where they write files."""
+    section = config.exp_manager
+    trackers: list[GeneralTracker] = []
+    if section.create_tensorboard_logger:
+        trackers.append(TensorBoardTracker(config.name, folder / "tensorboard"))
+    if section.create_wandb_logger:
+        wanted = {"project": PROJECT, "name": config.name, "dir": str(folder), **section.wandb_logger_kwargs}
+        trackers.append(WandBTracker(wanted.pop("project"), **wanted))
+    if section.create_trackio_logger:
+        trackers.append(TrackioTracker(PROJECT, name=config.name))
+    for tracker in trackers:
+        tracker.start()
+    if section.create_wandb_logger or section.create_trackio_logger:
+        for tracker in trackers[section.create_tensorboard_logger :]:
+            tracker.store_init_configuration(config.model_dump(mode="json"))
+    return trackers
 
 
 class Watch:
-    """Writes lines of metrics into `folder` and to the accelerator's trackers. Only for the first rank."""
+    """Writes lines of metrics into LOG_DIR and to the trackers. Only for the first rank: on others nothing is opened."""
 
-    def __init__(self, folder: Path, num_steps: int, accelerator: Accelerator) -> None:
-        self._path, self._num_steps, self._accelerator = folder / METRICS, num_steps, accelerator
+    def __init__(self, config: Config, folder: Path, num_steps: int, enabled: bool) -> None:
+        self._path, self._num_steps = folder / METRICS, num_steps
+        self._trackers = start_trackers(config, folder) if enabled else []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for tracker in self._trackers:
+            tracker.finish()
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one line; a killed run loses none that it had written."""
-        with open(self._path, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"step": step, **metrics}) + "\n")
-        if self._accelerator.trackers:
-            self._accelerator.log({name: value for name, value in metrics.items() if isinstance(value, int | float)}, step=step)
+        """Append one line; a killed run loses none that it had written. Raises `TrainingError` when the disk does not take it."""
+        try:
+            with open(self._path, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"step": step, **metrics}) + "\n")
+        except OSError as error:
+            raise TrainingError(
+                f"{self._path} cannot be written: {error}. Free space or mend that disk, then run the same command again: it goes on "
+                "from the newest checkpoint."
+            ) from error
+        figures = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        for tracker in self._trackers:
+            tracker.log(figures, step=step)
 
     def train_line(self, step: int, metrics: Mapping[str, Any]) -> None:
         width = len(str(self._num_steps))
@@ -49,7 +98,7 @@ class Watch:
         )
 
     def validation_line(self, step: int, metrics: Mapping[str, Any]) -> None:
-        names = ("val_loss", "val_accept_len", "val_walk_accept_len", "val_accuracy")
+        names = ("val_loss", "val_accept_len", "val_walk_accept_len", "val_served_accept_len", "val_accuracy")
         width = len(str(self._num_steps))
         found = "  ".join(f"{name} {metrics[name]:.4f}" for name in names if name in metrics)
         log.info("step %*d/%d  %s", width, step, self._num_steps, found or "nothing to validate on")

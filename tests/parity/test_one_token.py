@@ -12,11 +12,11 @@ from pipeline.cache.reader import Cache
 from pipeline.capture.run import capture
 from pipeline.config.schema import Config
 from pipeline.corpus.prepare import open_prepared
+from pipeline.draft.batch import BatchShape, collate
 from pipeline.draft.loss import block_ids, block_labels, objective
 from pipeline.draft.model import Draft, DraftConfig
 from pipeline.records import DraftBatch
 from pipeline.runtime.ranks import start_ranks
-from pipeline.train.feed import BatchShape, collate
 from tests.support.tiny import MASK_TOKEN_ID
 from tests.support.training import config
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pipeline.draft.anchors import usable_anchors
+from pipeline.draft.batch import BatchShape, collate
 from pipeline.records import CapturedSample, DraftBatch
 from pipeline.runtime.ranks import start_ranks
-from pipeline.train.feed import BatchShape, collate
 from pipeline.train.step import Sums, train_step
 from tests.support.launch import spawn_ranks
 from tests.support.samples import HIDDEN, LAYERS, captured, learner

@@ -16,9 +16,9 @@ from pipeline.cache.reader import Cache
 from pipeline.cache.recode import link_target, recode
 from pipeline.cache.writer import ShardWriter
 from pipeline.capture.run import capture
+from pipeline.draft.batch import BatchShape, collate
 from pipeline.errors import CacheError, CacheMismatchError, ConfigError
 from pipeline.runtime.ranks import start_ranks
-from pipeline.train.feed import BatchShape, collate
 from pipeline.train.loop import train
 from tests.support.caches import same_bits
 from tests.support.tiny import write_chats

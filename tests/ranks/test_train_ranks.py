@@ -10,11 +10,14 @@ import torch
 
 from pipeline.capture.run import capture
 from pipeline.draft.anchors import usable_anchors
+from pipeline.draft.batch import BatchShape
 from pipeline.errors import TrainingError
 from pipeline.records import CapturedSample, TokenSample
 from pipeline.runtime.ranks import start_ranks
-from pipeline.train.feed import BatchShape, Feed, Order, Position
+from pipeline.train.divide import Division
+from pipeline.train.feed import Feed
 from pipeline.train.loop import train
+from pipeline.train.order import Order, Position
 from pipeline.train.step import train_step
 from tests.support.launch import accelerate_launch, run_ranks, spawn_ranks
 from tests.support.samples import HIDDEN, LAYERS, captured, learner
@@ -37,7 +40,7 @@ def _uneven(rank: int, world_size: int) -> tuple[list[tuple[int, int]], torch.Te
     samples = captured(7, seed=6)
     order = Order(0, torch.arange(7).numpy(), torch.tensor([s.tokens.num_tokens for s in samples]).numpy(), 3)
     learning = learner(ranks)
-    batches = _feed(samples).micro_batches(order, Position(), ranks.dp_rank, ranks.dp_size, 2)
+    batches = _feed(samples).micro_batches(order, Position(), Division(ranks.dp_size, 2), ranks.dp_rank)
     seen: list[tuple[int, int]] = []
     for _ in range(6):
         step = train_step(learning, batches, 2, 1e-3, 1.0, stop=rank == 1 and len(seen) == 4)
@@ -47,7 +50,9 @@ def _uneven(rank: int, world_size: int) -> tuple[list[tuple[int, int]], torch.Te
     bad = replace(samples[0], hidden={layer: state * torch.nan for layer, state in samples[0].hidden.items()})
     alone = Order(0, order.indices[:2], order.num_tokens[:2], 2)
     with pytest.raises(TrainingError) as error:
-        train_step(learning, _feed([bad, samples[1]]).micro_batches(alone, Position(), ranks.dp_rank, ranks.dp_size, 1), 1, 1e-3, 1.0)
+        train_step(
+            learning, _feed([bad, samples[1]]).micro_batches(alone, Position(), Division(ranks.dp_size), ranks.dp_rank), 1, 1e-3, 1.0
+        )
     assert torch.equal(weights, torch.cat([p.detach().flatten() for p in learning.draft.parameters()]))
     return seen, weights, str(error.value)
 
@@ -66,7 +71,7 @@ def _one_rank() -> tuple[list[tuple[int, int]], torch.Tensor]:
     ranks, samples = start_ranks(1, None, 1), captured(7, seed=6)
     order = Order(0, torch.arange(7).numpy(), torch.tensor([s.tokens.num_tokens for s in samples]).numpy(), 3)
     learning = learner(ranks)
-    batches = _feed(samples).micro_batches(order, Position(), 0, 1, 1)
+    batches = _feed(samples).micro_batches(order, Position(), Division(), 0)
     seen = [(s.sums.samples, s.sums.tokens) for s in (train_step(learning, batches, 1, 1e-3, 1.0) for _ in range(6))]
     assert [count for count, _ in seen] == [3, 3, 1, 3, 3, 1]
     return seen, torch.cat([p.detach().flatten() for p in learning.draft.parameters()])

@@ -6,13 +6,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.config.schema import DraftSection, ObjectiveSection, OptimSection
+from pipeline.config.schema import Config, DraftSection
 from pipeline.corpus.chat import spans_of
 from pipeline.draft.model import Draft, DraftConfig
 from pipeline.records import CapturedSample, TargetBundle, TokenSample
 from pipeline.runtime.ranks import Ranks
-from pipeline.train.optim import build_optimizer
-from pipeline.train.step import Learner, start_accelerator
+from pipeline.train.learner import Learner, build_learner, start_accelerator
 
 LAYERS = (1, 3, 5)
 HIDDEN = 32
@@ -73,19 +72,23 @@ def sample(row: int, length: int, mask: NDArray[np.bool_], generator: torch.Gene
     return CapturedSample(tokens.check(), hidden).check()
 
 
-def learner(ranks: Ranks, precision: Literal["fp32", "bf16-mixed"] = "fp32", fit: Literal["full", "partial"] = "partial") -> Learner:
+def learner(
+    ranks: Ranks,
+    precision: Literal["fp32", "bf16-mixed"] = "fp32",
+    fit: Literal["full", "partial"] = "partial",
+    *,
+    optimizer: Literal["adamw", "muon"] = "adamw",
+    ema_decay: float | None = None,
+) -> Learner:
     """A new draft of two layers and blocks of 4 for `bundle()`, the same on every rank."""
-    accelerator = start_accelerator(precision)
     frozen = bundle()
     section = DraftSection(num_hidden_layers=2, block_size=4, mask_token_id=MASK_TOKEN_ID)
     torch.manual_seed(0)
     draft = Draft(DraftConfig.build(section, frozen, LAYERS, {}))
-    return Learner(
-        draft=draft,
-        model=accelerator.prepare_model(draft),
-        optimizer=build_optimizer(draft, OptimSection(weight_decay=0.1)),
-        bundle=frozen,
-        objective=ObjectiveSection(gamma=2.0, anchor_fit=fit),
-        accelerator=accelerator,
-        ranks=ranks,
+    config = Config.model_validate(
+        {
+            "model": {"objective": {"gamma": 2.0, "anchor_fit": fit}, "optim": {"name": optimizer, "weight_decay": 0.1}},
+            "trainer": {"precision": precision, "ema_decay": ema_decay},
+        }
     )
+    return build_learner(config, draft, frozen, start_accelerator(precision), ranks)

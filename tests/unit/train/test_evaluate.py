@@ -3,11 +3,11 @@ import pytest
 import torch
 
 from pipeline.draft.anchors import usable_anchors
+from pipeline.draft.batch import BatchShape, collate
 from pipeline.draft.loss import objective
 from pipeline.records import CapturedSample
 from pipeline.runtime.ranks import start_ranks
 from pipeline.train.evaluate import score
-from pipeline.train.feed import BatchShape, collate
 from pipeline.train.step import Learner, Sums, sums_vector
 from tests.support.samples import HIDDEN, LAYERS, learner, sample
 

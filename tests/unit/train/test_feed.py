@@ -6,72 +6,14 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.draft.anchors import draw_anchors, usable_anchors
+from pipeline.draft.batch import BatchShape
 from pipeline.records import CapturedSample, DraftBatch, TokenSample
-from pipeline.train.feed import BatchShape, Feed, Order, Position, collate, divide, epoch_order
+from pipeline.train.divide import Division
+from pipeline.train.feed import Feed, bound_by_reading, num_micro_batches
+from pipeline.train.order import Mixture, Order, Position
 from tests.support.samples import HIDDEN, LAYERS, captured
 
 SHAPE = BatchShape(LAYERS, block_size=4, hidden_size=HIDDEN, dtype=torch.float32)
-
-
-def _order(num_tokens: list[int], batch: int, seed: int = 3) -> Order:
-    return Order(seed, np.arange(len(num_tokens)) * 2, np.array(num_tokens), batch)
-
-
-def test_order_is_a_permutation_of_its_own_for_each_seed_and_epoch() -> None:
-    orders = [epoch_order(seed, epoch, 50).tolist() for seed in (0, 1) for epoch in (0, 1)]
-    assert all(sorted(order) == list(range(50)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 4
-    # Written down: a new version of NumPy or of this code must not change a run in the middle.
-    assert epoch_order(0, 0, 8).tolist() == [0, 1, 6, 7, 3, 4, 2, 5]
-
-
-@pytest.mark.parametrize(("dp_size", "accumulate"), [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (8, 2)])
-@pytest.mark.parametrize(("samples", "batch"), [(23, 5), (8, 8), (3, 8), (16, 4)])
-def test_a_global_batch_is_the_same_samples_on_any_world(samples: int, batch: int, dp_size: int, accumulate: int) -> None:
-    order = _order(np.random.default_rng(0).integers(4, 4000, samples).tolist(), batch)
-    position = Position()
-    for epoch in range(2):
-        seen: list[int] = []
-        for step in range(order.steps_per_epoch):
-            assert position == Position(epoch, step)
-            parts = order.micro_batches(position, dp_size, accumulate)
-            alone = np.sort(order.micro_batches(position, 1, 1)[0][0])
-            assert len(parts) == dp_size
-            assert all(len(rank) == accumulate for rank in parts)
-            rows = np.concatenate([micro for rank in parts for micro in rank])
-            assert np.sort(rows).tolist() == alone.tolist()
-            counts = [sum(len(micro) for micro in rank) for rank in parts]
-            assert max(counts) - min(counts) <= 1
-            seen += rows.tolist()
-            position = order.after(position)
-        assert sorted(seen) == (np.arange(samples) * 2).tolist()
-
-
-def test_ranks_get_about_the_same_number_of_tokens() -> None:
-    lengths = np.random.default_rng(1).integers(100, 4000, 64)
-    work = [int(lengths[np.concatenate(parts)].sum()) for parts in divide(lengths, 4, 2)]
-    assert max(work) / min(work) < 1.05
-
-
-def test_empty_batch_has_one_invalid_block() -> None:
-    batch = collate([], [], SHAPE).check()
-    assert batch.sample_ids == ()
-    assert batch.features.shape == (1, 4, len(LAYERS) * HIDDEN)
-    assert batch.block_valid.tolist() == [[False]]
-
-
-def test_collate_places_every_token_state_and_anchor() -> None:
-    samples = captured(3, seed=1)
-    anchors = [usable_anchors(s.tokens.spans, s.tokens.num_tokens, 4, "full") for s in samples]
-    batch = collate(samples, anchors, SHAPE).check()
-    for row, (one, at) in enumerate(zip(samples, anchors, strict=True)):
-        length = one.tokens.num_tokens
-        assert batch.input_ids[row, :length].tolist() == one.tokens.input_ids.tolist()
-        assert batch.loss_mask[row].nonzero().flatten().tolist() == one.tokens.loss_mask.nonzero()[0].tolist()
-        assert torch.equal(batch.features[row, :length], one.features(LAYERS))
-        assert not batch.features[row, length:].any()
-        assert batch.anchors[row][batch.block_valid[row]].tolist() == at.tolist()
-        assert set(batch.document_end[row].tolist()) == {length}
 
 
 def _same(one: DraftBatch, other: DraftBatch) -> bool:
@@ -90,7 +32,7 @@ def test_threads_change_nothing_and_a_restart_goes_on() -> None:
 
     def batches(workers: int, start: Position, count: int) -> list[DraftBatch]:
         feed = Feed(lambda indices: [samples[i] for i in indices], _draw, SHAPE, workers)
-        return list(itertools.islice(feed.micro_batches(order, start, 0, 1, 2), count))
+        return list(itertools.islice(feed.micro_batches(order, start, Division(accumulate=2), 0), count))
 
     expected = batches(0, Position(), 14)  # 3 steps an epoch, 2 micro-batches a step: into the third epoch
     for workers in (1, 3):
@@ -107,4 +49,45 @@ def test_an_error_of_a_reading_thread_reaches_the_caller() -> None:
     feed = Feed(source, _draw, SHAPE, 2)  # type: ignore[arg-type]
     order = Order(0, np.arange(4), np.array([s.tokens.num_tokens for s in samples]), 2)
     with pytest.raises(OSError, match="is gone"):
-        next(feed.micro_batches(order, Position(), 0, 1, 1))
+        next(feed.micro_batches(order, Position(), Division(), 0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_packed_batches_by_tokens_on_any_ranks_hold_the_global_batch(workers: int) -> None:
+    """However many micro-batches a step takes, every rank has as many, and together they are the step's samples with their anchors."""
+    samples = captured(11, seed=2)
+    order = Order(5, np.arange(11), np.array([s.tokens.num_tokens for s in samples]), 6, mixture=Mixture((3.0, 1.0), np.arange(11) % 2))
+
+    def steps(division: Division) -> list[list[tuple[str, list[int]]]]:
+        feeds = [
+            Feed(lambda indices: [samples[i] for i in indices], _draw, SHAPE, workers).micro_batches(order, Position(), division, rank)
+            for rank in range(division.dp_size)
+        ]
+        found, position = [], Position()
+        for _ in range(5):
+            batches = [next(feed) for _ in range(num_micro_batches(order, position, division)) for feed in feeds]
+            found.append(sorted(pair for batch in batches for pair in _drawn(batch)))
+            position = order.after(position)
+        return found
+
+    expected = steps(Division())
+    assert [len(step) for step in expected] == [6, 5, 6, 5, 6]
+    for division in (Division(2, 3), Division(1, 2, None, 100), Division(2, 1, 120, 120), Division(3, 1, 70)):
+        assert steps(division) == expected
+
+
+def _drawn(batch: DraftBatch) -> list[tuple[str, list[int]]]:
+    """Sample ids with the positions of their anchors, row by row."""
+    found: list[tuple[str, list[int]]] = []
+    ids = iter(batch.sample_ids)
+    for row in range(len(batch.anchors)):
+        valid = batch.block_valid[row]
+        starts, positions = batch.document_start[row, valid], batch.position_ids[row].gather(0, batch.anchors[row, valid])
+        found += [(next(ids), positions[starts == start].tolist()) for start in sorted(set(starts.tolist()))]
+    assert next(ids, None) is None
+    return found
+
+
+def test_a_run_is_bound_by_reading_when_it_waits_much() -> None:
+    assert bound_by_reading(0.1, 2) is None
+    assert "43% of the time since the last line went by waiting for samples. Raise data.num_workers (2)" in str(bound_by_reading(0.43, 2))

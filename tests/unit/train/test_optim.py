@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.config.schema import OptimSection, SchedSection, TrainerSection
+from pipeline.config.training import OptimSection, SchedSection, TrainerSection
 from pipeline.errors import ConfigError
-from pipeline.train.optim import build_optimizer, learning_rate, total_steps
+from pipeline.train.optim import build_optimizers, learning_rate, total_steps
 
 
 def test_rate_rises_to_lr_and_falls_to_min_lr() -> None:
@@ -25,15 +25,15 @@ def test_warm_up_is_a_share_of_the_run_unless_given_in_steps() -> None:
 
 
 def test_length_of_a_run() -> None:
-    assert total_steps(TrainerSection(max_steps=7), 3) == 7
-    assert total_steps(TrainerSection(max_epochs=2), 3) == 6
+    assert total_steps(TrainerSection(max_steps=7), lambda epoch: 3) == 7
+    assert total_steps(TrainerSection(max_epochs=3), lambda epoch: 3 + epoch % 2) == 10
     with pytest.raises(ConfigError, match=r"trainer\.max_steps and trainer\.max_epochs are both unset"):
-        total_steps(TrainerSection(), 3)
+        total_steps(TrainerSection(), lambda epoch: 3)
 
 
 def test_decay_pulls_on_matrices_only() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.RMSNorm(3))
-    optimizer = build_optimizer(model, OptimSection(lr=0.1, weight_decay=0.5))
+    (optimizer,) = build_optimizers(model, OptimSection(lr=0.1, weight_decay=0.5))
     before = [p.detach().clone() for p in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
