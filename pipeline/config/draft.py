@@ -54,6 +54,11 @@ class DraftSection(Section):
     shift_label: bool | None = Field(None, description="domino: slot k predicts the token at anchor + 1 + k; default false")
     mla: LatentSection = LatentSection()
 
+    @property
+    def label_shift(self) -> int:
+        """Slot k predicts the token at anchor + k + shift."""
+        return int(self.variant == "domino" and bool(self.shift_label))
+
     @model_validator(mode="after")
     def _fields_of_the_variant(self) -> "DraftSection":
         strange = {

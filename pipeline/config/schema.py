@@ -171,6 +171,19 @@ class EvaluateSection(Section):
     input_cfg: tuple[InputSection, ...] = Field((), description="chats; the last user turn is answered")
     max_new_tokens: Positive = Field(128, description="tokens of an answer at most")
     max_prompts: Positive | None = Field(None, description="prompts decoded at most; default: all")
+    temperature: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="answers are also drawn at this temperature, and how much of a block is then kept is reported; 0: greedy alone"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the probability drawn from at a temperature, that of the fewest likeliest tokens that hold it"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of the answers that are drawn")
+
+    @model_validator(mode="after")
+    def _sampled(self) -> "EvaluateSection":
+        if self.top_p < 1 and self.temperature == 0:
+            raise ValueError(f"top_p {self.top_p} is without effect at temperature 0; set temperature too, or leave top_p out")
+        return self
 
 
 class Config(Section):

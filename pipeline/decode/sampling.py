@@ -5,6 +5,7 @@ would have drawn it from; in the place of the first that is not kept comes one d
 from p. Whatever q is, each text is then distributed as under p alone. Letters: T texts, D drafted tokens, V rows of the target's embedding.
 """
 
+import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,12 @@ class Sampler:
         if proposal.candidates is None:
             return rows
         return rows.new_zeros(*rows.shape[:-1], vocab_size).scatter(-1, proposal.candidates, rows)
+
+
+def sampler_for(temperature: float, top_p: float, seed: int, name: str, device: torch.device) -> Sampler:
+    """A sampler that is a function of `seed` and of the `name` of what is decoded, and so of no order and no number of ranks."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return Sampler(temperature, top_p, torch.Generator(device).manual_seed(int.from_bytes(digest) >> 1))
 
 
 # Of p and q, each [T, V], what is drawn from in the place of a token that was drawn from q and not kept.

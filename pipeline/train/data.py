@@ -115,7 +115,8 @@ def open_data(config: Config, ranks: Ranks) -> TrainingData:
 def open_cache(config: Config) -> TrainingData:
     """Samples and states of the cache, each cut to `data.max_tokens`; the target itself is not needed."""
     wanted, max_tokens = config.model.draft.target_layer_ids, config.data.max_tokens
-    cache = Cache.open(str(config.cache_path), wanted)
+    final = config.model.objective.needs_final
+    cache = Cache.open(str(config.cache_path), wanted, final)
     check_cache(config, cache)
     layer_ids, index = wanted or cache.manifest.layer_ids, cache.index
     order = np.argsort(index.sample_id, kind="stable")
@@ -125,7 +126,7 @@ def open_cache(config: Config) -> TrainingData:
     offsets = np.concatenate(([0], np.cumsum(kept)))[index.span_offsets]
     usable, usable_partial = (found[order] for found in _usable(config, spans, offsets, num_tokens))
     return TrainingData(
-        source=lambda numbers: [cache.read(int(order[n]), layer_ids, max_tokens=max_tokens, dequantise=False) for n in numbers],
+        source=lambda numbers: [cache.read(int(order[n]), layer_ids, final, max_tokens=max_tokens, dequantise=False) for n in numbers],
         any_thread=True,
         split=np.array(index.splits)[index.split][order],
         num_tokens=num_tokens[order],
@@ -150,7 +151,7 @@ def open_live(config: Config, ranks: Ranks) -> TrainingData:
     section = config.model.target
     num_layers = read_config(section).get_text_config(decoder=True).num_hidden_layers
     layer_ids = config.model.draft.target_layer_ids or resolve_layer_ids(section, config.model.draft, num_layers)
-    target = load_target(section, ranks, layer_ids, final=False)
+    target = load_target(section, ranks, layer_ids, final=config.model.objective.needs_final)
     check_padding(target)
     ids, splits, spans = [], [], []
     used = np.zeros(target.vocab_size, dtype=np.bool_)
@@ -209,5 +210,6 @@ def _usable(
     config: Config, spans: NDArray[np.int32], offsets: NDArray[np.int64], num_tokens: NDArray[np.int64]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Which samples have a usable anchor: as configured, and with partial blocks."""
-    size, fit = config.model.draft.block_size, config.model.objective.anchor_fit
-    return has_usable_anchor(spans, offsets, num_tokens, size, fit), has_usable_anchor(spans, offsets, num_tokens, size, "partial")
+    size, fit, shift = config.model.draft.block_size, config.model.objective.anchor_fit, config.model.draft.label_shift
+    as_configured = has_usable_anchor(spans, offsets, num_tokens, size, fit, shift)
+    return as_configured, has_usable_anchor(spans, offsets, num_tokens, size, "partial", shift)

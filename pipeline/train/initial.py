@@ -59,8 +59,8 @@ def load_initial(draft: Draft, place: str | None) -> dict[str, Any] | None:
     """Put the weights at `place` into `draft`, whatever dtype they have there; returns what to remember of it. None changes nothing.
 
     Names may have one prefix in common (`module.`, `model.`). What is of no parameter of the draft, such as a copy of the target's
-    embedding, is left out and said; so are parameters that the draft's variant has and plain DFlash has not, which stay as they are: a
-    plain draft can be the start of any variant. Raises `CheckpointError` when nothing can be read, or tensors are missing or of another shape.
+    embedding, is left out and said; so is what the draft's variant has and plain DFlash has not, which stays as it was made: a plain
+    draft can be the start of any variant. Raises `CheckpointError` when nothing can be read, or tensors are missing or of another shape.
     """
     if place is None:
         return None

@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.schema import Config, ObjectiveSection
 from pipeline.config.training import TrainerSection
+from pipeline.draft.loss import layout_of
+from pipeline.draft.metrics import Layout
 from pipeline.draft.model import Draft
 from pipeline.errors import ConfigError, LaunchError
 from pipeline.records import TargetBundle
@@ -46,6 +48,11 @@ class Learner:
     objective: ObjectiveSection
     accelerator: Accelerator
     ranks: Ranks
+
+    @property
+    def layout(self) -> Layout:
+        """Which sums a step has."""
+        return layout_of(self.draft.config, self.objective)
 
     @property
     def is_divided(self) -> bool:

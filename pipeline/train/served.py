@@ -2,6 +2,7 @@
 
 Both decode greedily, so both must write the same tokens: in float32 exactly; in bfloat16 a verified block rounds otherwise
 than single tokens do, and where two tokens are nearly equal the answers can part. Such prompts are counted and named.
+At a temperature, answers are drawn as well: those have no tokens to agree on, and are asked only how much of each block was kept.
 """
 
 import json
@@ -22,6 +23,7 @@ from pipeline.corpus.chat import load_tokenizer, prompt_ids, read_template
 from pipeline.corpus.rows import Message
 from pipeline.corpus.sources import read_rows
 from pipeline.corpus.turns import Template
+from pipeline.decode.sampling import Request, sampler_for, speculative_sample
 from pipeline.decode.speculative import check_rewindable, greedy_decode, speculative_decode
 from pipeline.draft.export import load_draft
 from pipeline.draft.model import Draft
@@ -54,7 +56,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One prompt, decoded both ways. `step_lengths`: tokens committed by each step; `walk_lengths`: what the walk of DFLASH §4 predicts."""
+    """One prompt, decoded both ways. `step_lengths`: tokens committed by each step; `walk_lengths`: what the walk of DFLASH §4 predicts;
+    `sampled_lengths`: as the first, of an answer drawn at a temperature, if one was."""
 
     name: str
     prompt_tokens: int
@@ -64,6 +67,7 @@ class Served:
     walk_lengths: list[int]
     plain_seconds: float
     served_seconds: float
+    sampled_lengths: list[int]
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Pair:
     bundle: TargetBundle
     stop_ids: tuple[int, ...]
     max_new_tokens: int
+    sampling: EvaluateSection
 
     def serve(self, prompt: Prompt) -> Served:
         begin = time.perf_counter()
@@ -83,7 +88,17 @@ class Pair:
         served = speculative_decode(self.target.model, self.draft, self.bundle, prompt.ids, self.max_new_tokens, self.stop_ids)
         end = time.perf_counter()
         walk = self.walk(prompt, served.ids)
-        return Served(prompt.name, len(prompt.ids), plain.ids, served.ids, served.step_lengths, walk, middle - begin, end - middle)
+        seconds, sampled = (middle - begin, end - middle), self.sample(prompt)
+        return Served(prompt.name, len(prompt.ids), plain.ids, served.ids, served.step_lengths, walk, *seconds, sampled)
+
+    def sample(self, prompt: Prompt) -> list[int]:
+        """Step lengths of an answer that is drawn; none at temperature 0."""
+        how = self.sampling
+        if how.temperature == 0:
+            return []
+        sampler = sampler_for(how.temperature, how.top_p, how.seed, prompt.name, self.target.device)
+        request = Request(prompt.ids, self.max_new_tokens, self.stop_ids)
+        return speculative_sample(self.target.model, self.draft, self.bundle, request, sampler)[0].step_lengths
 
     def walk(self, prompt: Prompt, answer: Sequence[int]) -> list[int]:
         """Step lengths for `answer` without decoding it: one forward of the target, all blocks of the draft at once."""
@@ -143,6 +158,7 @@ def load_pair(config: Config, ranks: Ranks) -> Pair:
         bundle=bundle_of(target).to(target.device, target.dtype),
         stop_ids=stop_tokens(target.model, load_tokenizer(section)),
         max_new_tokens=config.evaluate.max_new_tokens,
+        sampling=config.evaluate,
     )
 
 
