@@ -133,6 +133,8 @@ def evaluate(config: Config, ranks: Ranks) -> dict[str, Any]:
     names = {prompt.name: place for place, prompt in enumerate(prompts)}
     found = sorted((one for rank in everyone for one in rank), key=lambda one: names[one.name])
     result = summarise(found, config.model.target.dtype) | {"prompts_left_out": left_out}
+    if section.temperature:
+        result["sampling"] = {"temperature": section.temperature, "top_p": section.top_p, "seed": section.seed}
     if ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / EVALUATION, result)
@@ -198,6 +200,7 @@ def summarise(served: Sequence[Served], dtype: str) -> dict[str, Any]:
     """Figures over all prompts, from sums. Rates count new tokens over the time of whole decodings, prefill included."""
     steps = [length for one in served for length in one.step_lengths]
     walk = [length for one in served for length in one.walk_lengths]
+    sampled = [length for one in served for length in one.sampled_lengths]
     different = [one.name for one in served if one.plain_ids != one.served_ids]
     plain_tokens, served_tokens = sum(len(one.plain_ids) for one in served), sum(len(one.served_ids) for one in served)
     plain_rate = plain_tokens / sum(one.plain_seconds for one in served)
@@ -208,6 +211,7 @@ def summarise(served: Sequence[Served], dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "served_acceptance_length": sum(steps) / len(steps) if steps else None,
         "walk_accept_len": sum(walk) / len(walk) if walk else None,
+        "sampled_acceptance_length": sum(sampled) / len(sampled) if sampled else None,
         "prompts_whose_walk_equals_serving": sum(one.walk_lengths == one.step_lengths for one in served),
         "step_length_histogram": {str(length): count for length, count in sorted(Counter(steps).items())},
         "lossless": not different,
@@ -226,14 +230,24 @@ def _described(one: Served) -> dict[str, Any]:
         "new_tokens": len(one.served_ids),
         "step_lengths": one.step_lengths,
         "walk_lengths": one.walk_lengths,
+        "sampled_lengths": one.sampled_lengths,
         "first_different_token": parts,
     }
 
 
 def _shown(result: dict[str, Any]) -> str:
     """The table and the plain sentence about losslessness."""
-    names = ("served_acceptance_length", "walk_accept_len", "tokens_per_second_plain", "tokens_per_second_served", "speedup")
+    names = (
+        "served_acceptance_length",
+        "walk_accept_len",
+        "sampled_acceptance_length",
+        "tokens_per_second_plain",
+        "tokens_per_second_served",
+        "speedup",
+    )
     rows = [[name.replace("_", " "), result[name]] for name in names if result[name] is not None]
+    if how := result.get("sampling"):
+        rows = [[f"{name} (temperature {how['temperature']}, top-p {how['top_p']})" if "sampled" in name else name, v] for name, v in rows]
     different, count = len(result["prompts_that_differ"]), result["num_prompts"]
     if not different:
         verdict = f"lossless: all {count} answers are the target's own, token by token ({result['dtype']})"
