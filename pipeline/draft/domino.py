@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeline.draft.config import DraftConfig
-from pipeline.draft.head import CHUNK_LOGITS, compute_dtype, head_logits, head_slope
+from pipeline.draft.head import compute_dtype, head_logits, head_slope, rows_at_once
 from pipeline.draft.slots import Pick, Proposal, Scored, Slots, embed_blocks
 from pipeline.records import TargetBundle
 
@@ -85,7 +85,7 @@ class _Corrected(torch.autograd.Function):
         weight, losses, base_losses = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
         correct, base_correct = torch.empty(2, len(hidden), dtype=torch.bool, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _whole_blocks(slots.block, max(1, CHUNK_LOGITS // head.shape[0])):
+            for rows in _whole_blocks(slots.block, rows_at_once(head)):
                 small = narrow[rows].to(dtype) * task.corrected[rows].unsqueeze(1)
                 base = head_logits(hidden[rows].to(dtype), head, bundle)
                 final = base + small @ matrix.T

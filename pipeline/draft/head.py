@@ -16,6 +16,11 @@ from pipeline.records import TargetBundle
 CHUNK_LOGITS = 1 << 23
 
 
+def rows_at_once(head: torch.Tensor) -> int:
+    """How many rows make a chunk, at a head [V, H]."""
+    return max(1, CHUNK_LOGITS // head.shape[0])
+
+
 class SlotLosses(NamedTuple):
     """By row: `loss` fp32 [c], the likeliest token `best` int64 [c], and the token that would have been right, `wanted` int64 [c]."""
 
@@ -123,7 +128,7 @@ class _Head(torch.autograd.Function):
         losses, top = (torch.empty(shape, dtype=torch.float32, device=hidden.device) for shape in ((count,), (count, top_k)))
         best, wanted = torch.empty(2, count, dtype=torch.int64, device=hidden.device)
         tokens = torch.empty(count, top_k, dtype=torch.int64, device=hidden.device)
-        size = max(1, CHUNK_LOGITS // head.shape[0])
+        size = rows_at_once(head)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, count, size):
                 rows = slice(start, start + size)
