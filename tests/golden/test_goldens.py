@@ -180,7 +180,7 @@ def further_values(sums: ObjectiveSums) -> dict[str, float]:
     terms = zip(sums.layout.terms, sums.numerators.tolist(), sums.denominators.tolist(), strict=True)
     pairs = {name: (a, b) for name, a, b in terms if name != "loss"}
     pairs |= dict(zip(sums.layout.means, sums.means.tolist(), strict=True))
-    values = {name: a / b for name, (a, b) in pairs.items()}
+    values = {name: a / b if b else 0.0 for name, (a, b) in pairs.items()}
     for ours, theirs in (("base_accept_len", "base_accept_len_sum"), ("base_accuracy", "base_correct_tokens")):
         if ours in pairs:
             values[theirs] = pairs[ours][0]
