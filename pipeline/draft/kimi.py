@@ -3,6 +3,9 @@
 Called as the Qwen3 backbone's two modules are, and all around them is the same. What differs: keys and values of a head are
 expanded from one small latent a token; all heads share one further slice of the key; nothing is rotated and heads are not normed; a gate
 made of the layer's input scales what was attended to; and the MLP's activation is bounded. Letters as in `qwen3`, without grouped heads.
+
+Without positions nothing tells the mask tokens of a block apart: slots 1..B-1 have the same hidden state, in the reference as well, and
+the draft proposes one token for all of them.
 """
 
 import torch

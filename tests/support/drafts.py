@@ -47,7 +47,7 @@ FAMILY: dict[str, dict[str, object]] = {
     "domino": {"variant": "domino", "emb_dim": 6, "gru_hidden_dim": 7},
     "domino, shifted": {"variant": "domino", "emb_dim": 6, "gru_hidden_dim": 7, "shift_label": True, "pure_draft_prefix_len": 1},
     "jetspec": {"variant": "jetspec"},
-    "kimi_k3": {"num_key_value_heads": 2, "latent": LatentShape(7, 4, 2, 5, q_lora_rank=6)},
+    "kimi_k3": {"num_attention_heads": 2, "num_key_value_heads": 2, "latent": LatentShape(7, 4, 2, 5, q_lora_rank=6)},
 }
 
 
