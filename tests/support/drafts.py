@@ -39,18 +39,6 @@ def kimi_config(**changes: object) -> DraftConfig:
     return small_config(**{"num_key_value_heads": 2, "latent": latent, **changes})
 
 
-# One row a member of the family: what of `small_config` it changes.
-FAMILY: dict[str, dict[str, object]] = {
-    "dflash": {},
-    "dflash, windows": {"layer_types": (SLIDING, FULL), "sliding_window": 4},
-    "dflash2": {"variant": "dflash2", "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 3},
-    "domino": {"variant": "domino", "emb_dim": 6, "gru_hidden_dim": 7},
-    "domino, shifted": {"variant": "domino", "emb_dim": 6, "gru_hidden_dim": 7, "shift_label": True, "pure_draft_prefix_len": 1},
-    "jetspec": {"variant": "jetspec"},
-    "kimi_k3": {"num_attention_heads": 2, "num_key_value_heads": 2, "latent": LatentShape(7, 4, 2, 5, q_lora_rank=6)},
-}
-
-
 def lively_draft(config: DraftConfig, seed: int = 0) -> Draft:
     """A draft whose weights are large enough that every part of its input matters, norms and biases included."""
     draft = Draft(config)

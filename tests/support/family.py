@@ -8,19 +8,26 @@ import torch
 
 from pipeline.config.draft import ObjectiveSection
 from pipeline.draft.config import DraftConfig
+from pipeline.draft.kimi_config import LatentShape
 from pipeline.draft.model import Draft
 from pipeline.draft.slots import block_ids, embed_blocks
 from pipeline.records import DraftBatch, TargetBundle
-from tests.support.drafts import any_batch, lively_draft, small_config
+from tests.support.drafts import FULL, SLIDING, any_batch, lively_draft, small_config
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "dflash": {},
-    "dflash2": {"variant": "dflash2", "conv_group_size": 3, "selector_rank": 5, "selector_top_k": 8},
-    "three taps": {"variant": "dflash2", "conv_kernel_size": 3, "conv_group_size": 6, "selector_rank": 2, "selector_top_k": 12},
+    "dflash2": {"variant": "dflash2", "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 8},
+    "three taps": {"variant": "dflash2", "conv_kernel_size": 3, "conv_group_size": 2, "selector_rank": 2, "selector_top_k": 12},
     "domino": {"variant": "domino", "emb_dim": 7, "gru_hidden_dim": 5},
     "domino, shifted": {"variant": "domino", "emb_dim": 7, "gru_hidden_dim": 5, "pure_draft_prefix_len": 1, "shift_label": True},
     "jetspec": {"variant": "jetspec"},
 }
+# Plain DFlash in all else: windows, and the other backbone.
+LAYERS: dict[str, dict[str, Any]] = {
+    "windows": {"layer_types": (SLIDING, FULL), "sliding_window": 8},
+    "kimi_k3": {"num_attention_heads": 2, "num_key_value_heads": 2, "latent": LatentShape(7, 4, 2, 5, q_lora_rank=6)},
+}
+FAMILY = DRAFTS | LAYERS
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "decay": {"name": "decay", "gamma": 2.0},
     "uniform": {"name": "uniform"},
@@ -47,7 +54,7 @@ def section_of(objective: str) -> ObjectiveSection:
 
 
 def family_config(draft: str, **changes: Any) -> DraftConfig:
-    return small_config(**{"block_size": 4, **DRAFTS[draft], **changes})
+    return small_config(**{"block_size": 4, **FAMILY[draft], **changes})
 
 
 def family_draft(draft: str, **changes: Any) -> Draft:

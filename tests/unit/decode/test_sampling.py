@@ -14,7 +14,8 @@ from pipeline.draft.model import Draft
 from pipeline.draft.slots import Proposal
 from pipeline.errors import TargetError
 from pipeline.records import TargetBundle
-from tests.support.drafts import FAMILY, lively_draft, small_config
+from tests.support.drafts import lively_draft
+from tests.support.family import FAMILY, family_config
 from tests.support.tiny import TinyShape, build_model
 
 VOCAB, PROMPT, TOKENS = 8, [3, 1, 6, 0, 5], 3
@@ -24,7 +25,7 @@ RUNS = 6000
 @pytest.fixture(scope="module")
 def target() -> Qwen3ForCausalLM:
     """Eight rows of vocabulary, so that every text of three tokens can be counted."""
-    return build_model(TinyShape(layers=5, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=32, vocab=VOCAB), seed=3)
+    return build_model(TinyShape(layers=5, hidden=12, heads=2, kv_heads=1, head_dim=8, intermediate=32, vocab=VOCAB), seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,9 @@ def bundle(target: Qwen3ForCausalLM) -> TargetBundle:
 
 
 def draft_for(name: str) -> Draft:
-    sizes = {"hidden_size": 16, "vocab_size": VOCAB, "num_target_layers": 5, "target_layer_ids": (1, 3), "mask_token_id": VOCAB - 1}
-    return lively_draft(small_config(**{**FAMILY[name], **sizes})).eval()
+    """Blocks of three; DFlash 2 knows candidates that are not all of the vocabulary."""
+    sizes = {"block_size": 3, "vocab_size": VOCAB, "num_target_layers": 5, "mask_token_id": VOCAB - 1, "selector_top_k": 5}
+    return lively_draft(family_config(name, **sizes)).eval()
 
 
 def sampler(temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> Sampler:

@@ -16,7 +16,8 @@ from pipeline.draft.metrics import walk_lengths
 from pipeline.draft.model import Draft
 from pipeline.errors import DraftError, TargetError
 from pipeline.records import DraftBatch, TargetBundle
-from tests.support.drafts import FAMILY, lively_draft, small_config
+from tests.support.drafts import lively_draft, small_config
+from tests.support.family import LAYERS
 from tests.support.tiny import MASK_TOKEN_ID, TinyShape, build_model
 
 LAYER_IDS = (1, 3, 5)
@@ -48,12 +49,6 @@ def config_for(model: Any, **changes: Any) -> DraftConfig:
         **changes,
     }
     return small_config(**values)
-
-
-def member(model: Any, name: str) -> DraftConfig:
-    """Of the family, with windows that a block of six fits into."""
-    changes = {**FAMILY[name], "sliding_window": 8} if "windows" in name else FAMILY[name]
-    return config_for(model, **changes)
 
 
 def batch_of(model: Any, prompt: Sequence[int], answer: Sequence[int], anchors: Sequence[int]) -> DraftBatch:
@@ -110,24 +105,18 @@ def test_a_draft_that_knows_the_text_commits_whole_blocks(target: Qwen3ForCausal
     assert decoded.acceptance_length == 40 / 7
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", LAYERS)
 def test_an_untrained_draft_changes_nothing_but_speed(target: Qwen3ForCausalLM, answer: list[int], name: str) -> None:
-    decoded = speculative_decode(target, lively_draft(member(target, name)), bundle_of(target), PROMPT, 41, ())
+    decoded = speculative_decode(target, lively_draft(config_for(target, **LAYERS[name])), bundle_of(target), PROMPT, 41, ())
     assert decoded.ids == answer
     assert sum(decoded.step_lengths) == 40
 
 
-HALF_TRAINED = {"dflash": 40, "dflash2": 40, "domino": 30, "domino, shifted": 30, "jetspec": 40, "kimi_k3": 40}
-
-
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [("dflash, windows", 20), ("dflash, windows", 30), *(pytest.param(*row, marks=pytest.mark.slow) for row in HALF_TRAINED.items())],
-)
+@pytest.mark.parametrize(("name", "steps"), [("windows", 20), ("windows", 30), ("kimi_k3", 40)])
 def test_steps_are_those_of_the_walk(target: Qwen3ForCausalLM, answer: list[int], name: str, steps: int) -> None:
     """A half-trained draft, some blocks accepted in part: scoring every position foretells each step of serving."""
     torch.manual_seed(1)
-    draft = Draft(member(target, name))
+    draft = Draft(config_for(target, **LAYERS[name]))
     first = len(PROMPT)
     every = batch_of(target, PROMPT, answer, range(first, first + len(answer)))
     fit(draft, target, batch_of(target, PROMPT, answer, range(first, first + len(answer) - 6, 2)), steps)
