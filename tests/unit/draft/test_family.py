@@ -14,7 +14,7 @@ from pipeline.draft.model import Draft, new_in_variant
 from pipeline.draft.slots import block_ids, embed_blocks
 from pipeline.errors import DraftError
 from pipeline.records import TargetBundle
-from tests.support.family import DRAFTS, FEW, PAIRS, family_batch, family_config, family_draft, section_of, slow_sums
+from tests.support.family import FAMILY, FEW, PAIRS, family_batch, family_config, family_draft, section_of, slow_sums
 
 SCALES: dict[str, Any] = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 4.0}
 
@@ -53,7 +53,7 @@ def test_sums_and_gradients(draft: str, name: str, monkeypatch: pytest.MonkeyPat
             torch.testing.assert_close({parameter: found}, {parameter: wanted}, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", FAMILY)
 @pytest.mark.parametrize("name", ["decay", "dpace", "forward_kl"])
 def test_a_batch_that_teaches_nothing(draft: str, name: str) -> None:
     model, section = family_draft(draft), section_of(name)
@@ -78,7 +78,7 @@ def test_without_grad_the_values_are_the_same(draft: str, name: str) -> None:
     assert torch.equal(trained.means, scored.means)
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", FAMILY)
 def test_autocast_keeps_sums_in_float32(draft: str) -> None:
     model, section = family_draft(draft), section_of("forward_kl")
     batch = family_batch(8, model.config, section, tokens=24, blocks=8)

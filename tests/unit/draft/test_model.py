@@ -120,9 +120,11 @@ def test_embeddings_in_bfloat16_become_a_stream_in_the_precision_of_the_weights(
         assert torch.equal(draft(batch, rounded), draft(batch, rounded.float()))
 
 
+@pytest.mark.parametrize(
+    "config", [small_config(), kimi_config(), kimi_config(shape={"v_head_dim": 9})], ids=["plain", "kimi", "wide values"]
+)
 @pytest.mark.parametrize("how", ["autocast", "cast"])
-def test_bfloat16(how: str) -> None:
-    config = small_config()
+def test_bfloat16(how: str, config: DraftConfig) -> None:
     draft, batch = lively_draft(config), any_batch(7, config)
     embeddings = embeddings_for(batch, config)
     with torch.no_grad():
