@@ -86,6 +86,8 @@ def check_rewindable(target_model: Any) -> None:
     """Raise `TargetError` unless the target's cache is keys and values of tokens, which cropping takes back."""
     text = target_model.config.get_text_config(decoder=True)
     recurrent = sorted(set(getattr(text, "layer_types", None) or ()) - REWINDABLE)
+    if (getattr(text, "linear_attn_config", None) or {}).get("kda_layers"):  # Kimi names them here
+        recurrent.append("kda_layers")
     if recurrent or getattr(target_model, "_is_stateful", False):
         raise TargetError(
             f"the target ({type(target_model).__name__}) has recurrent layers{f' ({recurrent[0]})' if recurrent else ''}: after a rejected "

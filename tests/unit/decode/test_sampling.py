@@ -1,5 +1,6 @@
 """Decoding at a temperature: for every variant of the draft, texts are distributed exactly as the target's own."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -95,6 +96,19 @@ def drawn(target: Any, draft: Draft, bundle: TargetBundle, by: Sampler, accept: 
 def test_texts_are_distributed_as_the_targets(name: str, temperature: float, top_p: float, target: Any, bundle: TargetBundle) -> None:
     counts = drawn(target, draft_for(name), bundle, sampler(temperature, top_p))
     assert chance_of(counts, exact_joint(target, temperature, top_p)) > 0.001
+
+
+@pytest.mark.slow
+def test_a_target_with_windows(target: Any, bundle: TargetBundle) -> None:
+    """Texts of different lengths, and a target whose own layers look back four tokens: every token must stand where it would alone."""
+    config = copy.deepcopy(target.config)
+    config.layer_types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    config.sliding_window, config.use_sliding_window = 4, True
+    windowed = Qwen3ForCausalLM(config).eval()
+    windowed.load_state_dict(target.state_dict())
+    exact = exact_joint(windowed, 1.0, 1.0)
+    assert float((exact - exact_joint(target, 1.0, 1.0)).abs().sum()) > 0.1
+    assert chance_of(drawn(windowed, draft_for("dflash"), bundle, sampler()), exact) > 0.001
 
 
 @pytest.mark.slow

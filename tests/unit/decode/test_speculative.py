@@ -1,5 +1,6 @@
 """Decoding of target and draft together: never another token than the target's own, and steps as the walk foretells them."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -185,6 +186,19 @@ def test_recurrent_targets_are_refused() -> None:
     with torch.device("meta"):
         model = Qwen3NextForCausalLM(Qwen3NextConfig(num_hidden_layers=4, num_experts=4, vocab_size=64))
     with pytest.raises(TargetError, match=r"recurrent layers \(linear_attention\)"):
+        check_rewindable(model)
+
+
+@pytest.mark.parametrize("layers", [[1, 2, 3, 5, 6, 7], []])
+def test_kimis_linear_attention_is_recurrent_too(target: Qwen3ForCausalLM, layers: list[int]) -> None:
+    """As its config says it, which names no layer types. There is no such model in transformers, so a Qwen3 carries the field."""
+    config = copy.deepcopy(target.config)
+    config.linear_attn_config = {"kda_layers": layers, "full_attn_layers": [4, 8]}
+    model = Qwen3ForCausalLM(config)
+    if layers:
+        with pytest.raises(TargetError, match=r"recurrent layers \(kda_layers\)"):
+            check_rewindable(model)
+    else:
         check_rewindable(model)
 
 
