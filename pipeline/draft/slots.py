@@ -155,17 +155,19 @@ def teacher_of(batch: DraftBatch, bundle: TargetBundle) -> Teacher:
     `batch.final` is the state before the norm (capture takes it there). Raises `DraftError` when the batch has none, or when the
     target's norm is not known to be an RMS norm.
     """
-    final, eps = batch.final, bundle.config.get("rms_norm_eps")
-    if final is None:
-        raise DraftError("distillation needs the target's final hidden states, and this batch has none: capture with capture.final=true")
+    eps = bundle.config.get("rms_norm_eps")
     if eps is None:
         raise DraftError(
             "the target's config has no rms_norm_eps: its final norm is not an RMS norm, from which its logits could be recomputed"
         )
 
     def teacher(row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        if batch.final is None:  # an empty batch has none, and is not asked
+            raise DraftError(
+                "distillation needs the target's final hidden states, and this batch has none: capture with capture.final=true"
+            )
         dtype = compute_dtype(bundle.head)
-        normed = rms_norm(final[row, position].to(dtype), bundle.final_norm.to(dtype), float(eps))
+        normed = rms_norm(batch.final[row, position].to(dtype), bundle.final_norm.to(dtype), float(eps))
         return head_logits(normed, bundle.head.to(dtype), bundle)
 
     return teacher
