@@ -1,5 +1,6 @@
 """One gradient of every variant, however the samples of a step are grouped: in micro-batches, in packed rows, on two ranks."""
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ from pipeline.draft.anchors import draw_prefixes, usable_anchors
 from pipeline.draft.batch import BatchShape, collate
 from pipeline.records import CapturedSample, DraftBatch
 from pipeline.runtime.ranks import start_ranks
-from pipeline.train.learner import Learner
+from pipeline.train.learner import Learner, whole_tensor
 from pipeline.train.step import Sums, train_step
 from tests.support.family import DRAFTS, FEW, OBJECTIVES
 from tests.support.launch import spawn_ranks
@@ -63,6 +64,17 @@ def _on_rank(rank: int, world_size: int, pair: Pair, grouping: list[list[list[in
     return _step(pair, [_batch(pair, [samples[i] for i in group]) for group in grouping[rank]])
 
 
+def _on_divided_rank(rank: int, world_size: int, pair: Pair) -> tuple[list[torch.Tensor], Sums]:
+    """Two steps of a draft divided by FSDP2; its weights afterwards."""
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    learning, samples = _learner(pair), captured(4, seed=4)
+    assert learning.is_divided
+    batches = [_batch(pair, [samples[i] for i in group]) for group in ([[0], [1, 2]], [[3], []])[rank]]
+    for _ in range(2):
+        sums = train_step(learning, iter(batches), 2, 1e-2, clip=1.0, done=0.2).sums
+    return [whole_tensor(p.detach()) for p in learning.draft.parameters()], sums
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", FEW)
 def test_two_ranks(pair: Pair) -> None:
@@ -71,6 +83,17 @@ def test_two_ranks(pair: Pair) -> None:
     for result in results:
         _close(result, expected)
     assert torch.equal(results[0][0], results[1][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", FEW[:3])
+def test_two_ranks_of_a_divided_draft(pair: Pair) -> None:
+    learning, batch = _learner(pair), _batch(pair, captured(4, seed=4))
+    sums = [train_step(learning, iter([batch]), 1, 1e-2, clip=1.0, done=0.2).sums for _ in range(2)][1]
+    for weights, found in spawn_ranks(_on_divided_rank, 2, pair, timeout=100):
+        np.testing.assert_allclose(found.values, sums.values, rtol=1e-3)
+        for ours, expected in zip(weights, learning.draft.parameters(), strict=True):
+            assert (ours - expected.detach()).norm() < 1e-3 * expected.detach().norm() + 1e-4
 
 
 @pytest.mark.parametrize("pair", FEW)
