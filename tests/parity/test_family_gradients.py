@@ -13,7 +13,7 @@ from pipeline.records import CapturedSample, DraftBatch
 from pipeline.runtime.ranks import start_ranks
 from pipeline.train.learner import Learner, whole_tensor
 from pipeline.train.step import Sums, train_step
-from tests.support.family import DRAFTS, FEW, OBJECTIVES
+from tests.support.family import FEW, OBJECTIVES, SECTIONS
 from tests.support.launch import spawn_ranks
 from tests.support.samples import HIDDEN, LAYERS, captured, learner
 
@@ -23,11 +23,11 @@ Result = tuple[torch.Tensor, Sums]
 
 
 def _learner(pair: Pair) -> Learner:
-    return learner(start_ranks(1, None, 1), draft=DRAFTS[pair[0]], objective=OBJECTIVES[pair[1]])
+    return learner(start_ranks(1, None, 1), draft=SECTIONS[pair[0]], objective=OBJECTIVES[pair[1]])
 
 
 def _batch(pair: Pair, samples: Sequence[CapturedSample], rows: Sequence[Sequence[int]] | None = None) -> DraftBatch:
-    shift = int(DRAFTS[pair[0]].get("shift_label", False))
+    shift = int(SECTIONS[pair[0]].get("shift_label", False))
     anchors = [usable_anchors(s.tokens.spans, s.tokens.num_tokens, 4, "partial", shift) for s in samples]
     prefixes = [draw_prefixes(0, 0, s.tokens.sample_id, at, 4, 0.9) for s, at in zip(samples, anchors, strict=True)]
     return collate(samples, anchors, SHAPE, rows, prefixes if pair[1] == "variable_prefix" else None)
@@ -106,6 +106,6 @@ def test_what_is_learned_is_what_is_asked(pair: Pair) -> None:
     metrics = train_step(learning, iter([batch]), 1, 3e-3, 1.0, done=0.25).sums.metrics()
     wanted = {"loss", "accept_len", "accuracy", "accuracy_by_slot", *learning.layout.terms, *learning.layout.means}
     assert set(metrics) == wanted
-    assert len(metrics["accuracy_by_slot"]) == 3 + int(DRAFTS[pair[0]].get("shift_label", False))
+    assert len(metrics["accuracy_by_slot"]) == 3 + int(SECTIONS[pair[0]].get("shift_label", False))
     if "lambda_base" in metrics:
         assert metrics["lambda_base"] == pytest.approx(0.5)

@@ -22,12 +22,15 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "domino, shifted": {"variant": "domino", "emb_dim": 7, "gru_hidden_dim": 5, "pure_draft_prefix_len": 1, "shift_label": True},
     "jetspec": {"variant": "jetspec"},
 }
+LATENT: dict[str, Any] = {"kv_lora_rank": 7, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5, "q_lora_rank": 6}
 # Plain DFlash in all else: windows, and the other backbone.
 LAYERS: dict[str, dict[str, Any]] = {
     "windows": {"layer_types": (SLIDING, FULL), "sliding_window": 8},
-    "kimi_k3": {"num_attention_heads": 2, "num_key_value_heads": 2, "latent": LatentShape(7, 4, 2, 5, q_lora_rank=6)},
+    "kimi_k3": {"num_attention_heads": 2, "num_key_value_heads": 2, "latent": LatentShape(**LATENT)},
 }
 FAMILY = DRAFTS | LAYERS
+# The same as fields of `model.draft`.
+SECTIONS = DRAFTS | {"kimi_k3": {"backbone": "kimi_k3", "mla": LATENT}}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "decay": {"name": "decay", "gamma": 2.0},
     "uniform": {"name": "uniform"},
@@ -45,8 +48,11 @@ PAIRS = [
     for objective in OBJECTIVES
     if not (draft.startswith("domino") and objective == "variable_prefix")
 ]
-# One of each variant, and all kinds of objectives among them: for tests that take longer.
-FEW = [("dflash2", "decay"), ("dflash2", "dpace"), ("domino, shifted", "decay"), ("jetspec", "forward_kl"), ("dflash", "variable_prefix")]
+# One of each variant and backbone, and all kinds of objectives among them: for tests that take longer.
+FEW = [
+    *[("dflash2", "decay"), ("dflash2", "dpace"), ("domino, shifted", "decay"), ("jetspec", "forward_kl"), ("dflash", "variable_prefix")],
+    ("kimi_k3", "decay"),
+]
 
 
 def section_of(objective: str) -> ObjectiveSection:
