@@ -61,7 +61,7 @@ class ObjectiveSums:
     def loss(self) -> torch.Tensor:
         """[] of this micro-batch by itself, with gradient; a term without a denominator is 0."""
         factors = self.numerators.new_tensor(self.layout.factors)
-        return (factors * self.numerators / self.denominators.clamp(min=torch.finfo(torch.float32).tiny)).sum()
+        return (factors * self.numerators / torch.where(self.denominators > 0, self.denominators, 1.0)).sum()
 
     @property
     def metrics(self) -> BlockSums:

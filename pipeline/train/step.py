@@ -163,7 +163,8 @@ def _together(waiting: Sequence[torch.Tensor], total: torch.Tensor, layout: Layo
     the first denominator, by which all gradients are divided alike. Until then every micro-batch keeps K sets of gradients.
     """
     first, further = total[1:2], total[_fixed(layout) :][1 : 2 * len(layout.terms) - 2 : 2]
-    scales = first / torch.cat((first, further)).clamp(min=torch.finfo(torch.float32).tiny)
+    denominators = torch.cat((first, further))
+    scales = torch.where(denominators > 0, first / denominators, 0.0)
     torch.autograd.backward(torch.stack(tuple(waiting)).sum(dim=0) @ (scales * scales.new_tensor(layout.factors)).float())
 
 
