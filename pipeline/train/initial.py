@@ -30,7 +30,7 @@ from pipeline.train.checkpoint import AVERAGE, DRAFT, read_state, read_tensors
 log = logging.getLogger(__name__)
 
 INDEX, SINGLE, DCP_INDEX = "model.safetensors.index.json", "model.safetensors", ".metadata"
-COMPUTED = ("rope_theta", "rms_norm_eps", "num_attention_heads", "target_layer_ids", "sliding_window", "layer_types", "variant")
+COMPUTED = ("rope_theta", "rms_norm_eps", "num_attention_heads", "target_layer_ids", "sliding_window", "layer_types", "variant", "latent")
 """Geometry that shapes do not show."""
 DCP_CLASSES = {
     "torch": {"Size"},
