@@ -12,12 +12,12 @@ from pipeline.capture.run import capture
 from pipeline.config.schema import Config
 from pipeline.decode.speculative import greedy_decode, speculative_decode
 from pipeline.draft.export import load_draft
-from pipeline.errors import CacheMismatchError
+from pipeline.errors import CacheMismatchError, CheckpointError
 from pipeline.runtime.ranks import start_ranks
 from pipeline.train.loop import train
 from pipeline.train.watch import read_metrics
 from tests.stages.test_train_resume import _sigterm_to_self, _stop_after
-from tests.support.family import DRAFTS, FEW, OBJECTIVES, SECTIONS
+from tests.support.family import FEW, OBJECTIVES, SECTIONS
 from tests.support.tiny import write_chats
 from tests.support.training import config, repeatable
 
@@ -90,7 +90,7 @@ def _figures(draft: str) -> set[str]:
     return {"loss", "accept_len", "accuracy", *own.get(draft, set())}
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", SECTIONS)
 def test_a_plain_draft_is_the_start_and_the_export_is_decoded_with(
     draft: str, tmp_path: Path, tiny_target: Path, cached: tuple[Path, Path]
 ) -> None:
@@ -100,9 +100,10 @@ def test_a_plain_draft_is_the_start_and_the_export_is_decoded_with(
 
     ranks = start_ranks(1, None, 1)
     once: dict[str, Any] = {"trainer__max_steps": 1, "trainer__val_check_interval": 1}
-    assert train(_config(tmp_path / "plain", tiny_target, cached, ("dflash", "decay"), **once), ranks)
+    base = "kimi_k3" if draft == "kimi_k3" else "dflash"
+    assert train(_config(tmp_path / "plain", tiny_target, cached, (base, "decay"), **once), ranks)
     once["model__init_from_checkpoint"] = str(tmp_path / "plain" / "run" / "export")
-    for name, which in (("again", "dflash"), ("started", draft)):
+    for name, which in (("again", base), ("started", draft)):
         assert train(_config(tmp_path / name, tiny_target, cached, (which, "decay"), **once), ranks)
     plain, started = (read_metrics(tmp_path / name / "run")[0] for name in ("again", "started"))
     if draft == "jetspec":  # the same weights, other blocks
@@ -110,10 +111,20 @@ def test_a_plain_draft_is_the_start_and_the_export_is_decoded_with(
     elif "shifted" not in draft:
         assert started.get("base_loss", started["loss"]) == pytest.approx(plain["loss"], rel=1e-6)
     exported = load_draft(tmp_path / "started" / "run" / "export").float().eval()
-    assert exported.config.variant == DRAFTS[draft].get("variant", "dflash")
+    assert exported.config.variant == SECTIONS[draft].get("variant", "dflash")
+    assert (exported.config.latent is not None) == (draft == "kimi_k3")
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
     served = speculative_decode(model, exported, bundle_of(model), [5, 6, 7], 12, ())
     assert served.ids == greedy_decode(model, [5, 6, 7], 12, ()).ids
+
+
+def test_the_weights_of_another_backbone_are_no_start(tmp_path: Path, tiny_target: Path, cached: tuple[Path, Path]) -> None:
+    ranks = start_ranks(1, None, 1)
+    once: dict[str, Any] = {"trainer__max_steps": 1, "trainer__val_check_interval": 1}
+    assert train(_config(tmp_path / "plain", tiny_target, cached, ("dflash", "decay"), **once), ranks)
+    once["model__init_from_checkpoint"] = str(tmp_path / "plain" / "run" / "export")
+    with pytest.raises(CheckpointError, match=r"of another geometry than model.draft asks for: .*kv_b_proj.weight is missing"):
+        train(_config(tmp_path / "started", tiny_target, cached, ("kimi_k3", "decay"), **once), ranks)
 
 
 def test_a_cache_without_final_states_is_refused_with_the_command_that_adds_them(tmp_path: Path, tiny_target: Path) -> None:
