@@ -160,7 +160,7 @@ def test_sizes_that_cannot_work(draft: str, changes: dict[str, Any], message: st
 def test_a_teacher_needs_final_states_and_an_rms_norm() -> None:
     model, section = family_draft("jetspec"), section_of("forward_kl")
     batch = family_batch(2, model.config, section)
-    with pytest.raises(DraftError, match=r"which this batch lacks: capture with capture\.final=true"):
+    with pytest.raises(DraftError, match=r"this batch has none: capture with capture\.final=true"):
         objective(model, bundle_of(), replace(batch, final=None), section)
     with pytest.raises(DraftError, match="no rms_norm_eps"):
         objective(model, replace(bundle_of(), config={}), batch, section)
