@@ -20,7 +20,7 @@ from tests.support.family import FAMILY, family_config
 from tests.support.tiny import TinyShape, build_model
 
 VOCAB, PROMPT, TOKENS = 8, [3, 1, 6, 0, 5], 3
-RUNS = 6000
+RUNS = 4000
 
 
 @pytest.fixture(scope="module")
