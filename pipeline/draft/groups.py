@@ -54,6 +54,8 @@ class _Sum(torch.autograd.Function):
         which = [index for index, tensor in enumerate(everything) if tensor.requires_grad]
         sums: list[list[torch.Tensor | None]] = []
         scores = []
+        # The gradients of two tensors may be one tensor; only what we added up ourselves is added to in place.
+        ours: set[tuple[int, int]] = set()
         for place in groups:
             with torch.enable_grad():
                 terms = score(place, shared).unbind()
@@ -65,8 +67,11 @@ class _Sum(torch.autograd.Function):
                     grads = torch.autograd.grad(term, wanted, allow_unused=True, retain_graph=number + 1 < len(terms))
                 for index, grad in zip(which, grads, strict=True):
                     old = sums[number][index]
-                    # Not in place: gradients of two tensors may be one tensor.
-                    sums[number][index] = grad if old is None else old if grad is None else old + grad
+                    if old is None or grad is None:
+                        sums[number][index] = grad if old is None else old
+                    else:
+                        sums[number][index] = old.add_(grad) if (number, index) in ours else old + grad
+                        ours.add((number, index))
             scores.append(torch.stack(terms).detach())
         ctx.sums = sums
         return torch.stack(scores).sum(dim=0)
@@ -75,7 +80,7 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sums = ctx.sums
         if len(sums) == 1:
-            ctx.sums = None  # of several sums, each goes backward by itself
+            ctx.sums = None  # of several sums, each may go backward by itself
         return None, None, None, *(_weighted(grads, upstream) for grads in zip(*sums, strict=True))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.draft import groups, head
+from pipeline.draft import attention, groups, head
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.loss import base_share, objective
 from pipeline.draft.model import Draft, new_in_variant
@@ -15,6 +15,7 @@ from pipeline.draft.slots import block_ids, embed_blocks
 from pipeline.errors import DraftError
 from pipeline.records import TargetBundle
 from tests.support.family import FAMILY, FEW, PAIRS, family_batch, family_config, family_draft, section_of, slow_sums
+from tests.unit.draft.test_loss import Largest
 
 SCALES: dict[str, Any] = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 4.0}
 
@@ -93,6 +94,22 @@ def test_autocast_keeps_sums_in_float32(draft: str) -> None:
     ours, theirs = (torch.autograd.grad(sums.numerator, parameters, allow_unused=True) for sums in (mixed, exact))
     one, other = (torch.cat([grad.flatten() for grad in grads if grad is not None]) for grads in (ours, theirs))
     assert float(F.cosine_similarity(one, other, dim=0)) > 0.98
+
+
+@pytest.mark.parametrize(("draft", "name"), [*FEW, ("dflash2", "forward_kl"), ("domino", "reverse_kl"), ("dflash", "total_variation")])
+def test_no_tensor_holds_all_slots_of_the_vocabulary(draft: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the teacher's logits at all positions: nothing is larger than a chunk, or than the head."""
+    vocab, tokens, blocks = 4000, 400, 150
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 40_000)
+    model, section = family_draft(draft, vocab_size=vocab), section_of(name)
+    batch = family_batch(3, model.config, section, rows=1, tokens=tokens, blocks=blocks)
+    generator = torch.Generator().manual_seed(1)
+    embedding, matrix = torch.randn(2, vocab, 12, generator=generator)
+    bundle = TargetBundle(embedding, matrix, torch.ones(12), {"rms_norm_eps": 1e-6})
+    with Largest() as largest:
+        torch.autograd.backward(objective(model, bundle, batch, section).loss)
+    others = attention.TILE_QUERIES * (tokens + attention.TILE_QUERIES)  # a tile's mask
+    assert largest.numel <= max(40_000, matrix.numel(), others) < min(tokens, 4 * blocks) * vocab / 4
 
 
 def test_a_slot_of_a_causal_block_sees_nothing_behind_it() -> None:
