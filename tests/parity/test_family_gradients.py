@@ -11,7 +11,8 @@ from pipeline.draft.anchors import draw_prefixes, usable_anchors
 from pipeline.draft.batch import BatchShape, collate
 from pipeline.records import CapturedSample, DraftBatch
 from pipeline.runtime.ranks import start_ranks
-from pipeline.train.learner import Learner, whole_tensor
+from pipeline.train.learner import Learner
+from pipeline.train.parts import whole
 from pipeline.train.step import Sums, train_step
 from tests.support.family import FEW, OBJECTIVES, SECTIONS
 from tests.support.launch import spawn_ranks
@@ -72,7 +73,7 @@ def _on_divided_rank(rank: int, world_size: int, pair: Pair) -> tuple[list[torch
     batches = [_batch(pair, [samples[i] for i in group]) for group in ([[0], [1, 2]], [[3], []])[rank]]
     for _ in range(2):
         sums = train_step(learning, iter(batches), 2, 1e-2, clip=1.0, done=0.2).sums
-    return [whole_tensor(p.detach()) for p in learning.draft.parameters()], sums
+    return [whole(p.detach()) for p in learning.draft.parameters()], sums
 
 
 @pytest.mark.slow
