@@ -135,7 +135,8 @@ def validation_sets(data: TrainingData) -> dict[str, list[int]]:
 def open_cache(config: Config) -> TrainingData:
     """Samples and states of the cache, each cut to `data.max_tokens`; the target itself is not needed."""
     wanted, max_tokens = config.model.draft.target_layer_ids, config.data.max_tokens
-    cache = Cache.open(str(config.cache_path), wanted)
+    final = config.model.objective.needs_final
+    cache = Cache.open(str(config.cache_path), wanted, final)
     check_cache(config, cache)
     layer_ids, index = wanted or cache.manifest.layer_ids, cache.index
     order = np.argsort(index.sample_id, kind="stable")
@@ -145,7 +146,7 @@ def open_cache(config: Config) -> TrainingData:
     offsets = np.concatenate(([0], np.cumsum(kept)))[index.span_offsets]
     usable, usable_partial = (found[order] for found in usable_samples(config, spans, offsets, num_tokens))
     return TrainingData(
-        source=lambda numbers: [cache.read(int(order[n]), layer_ids, max_tokens=max_tokens, dequantise=False) for n in numbers],
+        source=lambda numbers: [cache.read(int(order[n]), layer_ids, final, max_tokens=max_tokens, dequantise=False) for n in numbers],
         any_thread=True,
         split=np.array(index.splits)[index.split][order],
         source_code=index.source[order],
@@ -171,5 +172,6 @@ def usable_samples(
     config: Config, spans: NDArray[np.int32], offsets: NDArray[np.int64], num_tokens: NDArray[np.int64]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Which samples have a usable anchor: as configured, and with partial blocks."""
-    size, fit = config.model.draft.block_size, config.model.objective.anchor_fit
-    return has_usable_anchor(spans, offsets, num_tokens, size, fit), has_usable_anchor(spans, offsets, num_tokens, size, "partial")
+    size, fit, shift = config.model.draft.block_size, config.model.objective.anchor_fit, config.model.draft.label_shift
+    as_configured = has_usable_anchor(spans, offsets, num_tokens, size, fit, shift)
+    return as_configured, has_usable_anchor(spans, offsets, num_tokens, size, "partial", shift)
