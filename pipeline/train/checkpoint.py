@@ -147,7 +147,9 @@ def read_state(path: Path) -> dict[str, Any]:
     """`state.json` of the checkpoint at `path`. Raises `CheckpointError` when it cannot be read or is of another format."""
     file = path / "state.json"
     try:
-        stored: dict[str, Any] = json.loads(file.read_text())
+        stored: Any = json.loads(file.read_text())
+        if not isinstance(stored, dict):
+            raise ValueError(f"expected an object, found a {type(stored).__name__}")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}). {_instead(path)}") from error
     if stored.get("format") != FORMAT:
