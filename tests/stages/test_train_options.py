@@ -17,6 +17,7 @@ from pipeline.errors import CacheMismatchError, ConfigError, TrainingError
 from pipeline.runtime.ranks import start_ranks
 from pipeline.train.checkpoint import checkpoints, read_state
 from pipeline.train.loop import train
+from pipeline.train.served import evaluate
 from tests.support.tiny import write_chats
 from tests.support.training import config, repeatable
 
@@ -119,3 +120,14 @@ def test_decoding_without_a_target_or_a_prompt_is_an_error(tmp_path: Path, given
     divided = {**given.model.target.model_dump(exclude_unset=True), "tp_size": 2}
     with pytest.raises(ConfigError, match=r"model\.target\.tp_size is 2"):
         _train(_changed(given, tmp_path / "run", trainer__val_decode_prompts=1, model__target=divided))
+
+
+@pytest.mark.slow
+def test_answers_of_one_token_have_no_steps_to_measure(tmp_path: Path, given: Config) -> None:
+    """The prefill gives an answer's first token, so nothing is left for the draft."""
+    wanted = _changed(given, tmp_path / "run", trainer__max_steps=1)
+    assert _train(wanted)
+    section = {"input_cfg": given.data.train_ds.input_cfg, "max_new_tokens": 1, "max_prompts": 2}
+    result = evaluate(Config.model_validate({**wanted.model_dump(exclude_unset=True), "evaluate": section}), start_ranks(1, None, 1))
+    assert (result["new_tokens"], result["served_acceptance_length"], result["lossless"]) == (2, None, True)
+    assert (tmp_path / "run/served.png").exists()
