@@ -19,7 +19,7 @@ from pipeline.corpus.chat import load_saved_tokenizer, load_tokenizer
 from pipeline.corpus.plan import plan_batches
 from pipeline.corpus.prepare import open_prepared, prepare, prepared_folder
 from pipeline.corpus.prepared import DESCRIPTION_FILE, PreparedCorpus
-from pipeline.draft.anchors import has_usable_anchor
+from pipeline.draft.anchors import Fit, has_usable_anchor
 from pipeline.errors import CorpusError, DraftError, TrainingError
 from pipeline.records import CapturedSample, TargetBundle, TokenSample
 from pipeline.runtime.files import wait_for
@@ -48,7 +48,7 @@ class TrainingData:
     `split` str [n]; `num_tokens` int64 [n]; `usable` bool [n], whether there is a usable anchor, and `usable_partial` whether there would
     be with `anchor_fit: partial`. `used_token_ids` bool, true for ids that occur. `identity` changes when the states or the
     samples do; `states_identity` says what the states were taken from, field by field. `any_thread`: `source` may be called by several
-    threads at once.
+    threads at once. `usable_with`, of a cache: `usable` for another block size and fit.
     """
 
     source: Source
@@ -64,6 +64,7 @@ class TrainingData:
     used_token_ids: NDArray[np.bool_]
     identity: Mapping[str, Any]
     states_identity: Mapping[str, Any]
+    usable_with: Callable[[int, Fit], NDArray[np.bool_]] | None = None
 
     def check_mask_token(self, mask_token_id: int) -> None:
         """Raise `DraftError` when the mask token occurs in a sample: the draft could not tell a real token from an empty slot."""
@@ -138,6 +139,7 @@ def open_cache(config: Config) -> TrainingData:
         used_token_ids=index.used_token_ids,
         identity={"mode": "offline", "cache": cache.digest(), "max_tokens": int(num_tokens.max())},
         states_identity=cache.manifest.states_identity,
+        usable_with=lambda block_size, fit: has_usable_anchor(spans, offsets, num_tokens, block_size, fit)[order],
     )
 
 

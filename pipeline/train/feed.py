@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -32,6 +33,32 @@ Ready = Callable[[int, Sequence[int]], None]
 
 BOUND_SHARE = 0.2
 """Of the time, spent waiting for data: from here on it is said."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reading:
+    """The samples of a micro-batch, before any draft has a say: `cycles` says how many times each was drawn before, `rows` which of them,
+    by their places, lie one after another in each row."""
+
+    samples: Sequence[CapturedSample]
+    cycles: Sequence[int]
+    rows: Rows
+
+    def batch(self, draw: Draw, shape: BatchShape) -> DraftBatch:
+        """As the draft of `shape` sees it, with its own anchors."""
+        anchors = [draw(sample.tokens, cycle) for sample, cycle in zip(self.samples, self.cycles, strict=True)]
+        return collate(self.samples, anchors, shape, self.rows)
+
+
+def read(source: Source, batch: GlobalBatch, rows: Rows) -> Reading:
+    """The samples of `rows`, which holds places in the global batch."""
+    places = [place for row in rows for place in row]
+    counted = iter(range(len(places)))
+    return Reading(
+        source(batch.samples[places].tolist()) if places else [],
+        batch.cycles[places].tolist(),
+        [list(islice(counted, len(row))) for row in rows],
+    )
 
 
 class Feed:
@@ -68,11 +95,7 @@ class Feed:
             yield batch
 
     def _make(self, batch: GlobalBatch, rows: Rows) -> DraftBatch:
-        places = [place for row in rows for place in row]
-        samples = self._source(batch.samples[places].tolist()) if places else []
-        anchors = [self._draw(sample.tokens, int(batch.cycles[place])) for sample, place in zip(samples, places, strict=True)]
-        counted = iter(range(len(places)))
-        return collate(samples, anchors, self._shape, [list(islice(counted, len(row))) for row in rows])
+        return read(self._source, batch, rows).batch(self._draw, self._shape)
 
 
 def num_micro_batches(order: Order, position: Position, division: Division) -> int:

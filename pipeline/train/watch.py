@@ -126,6 +126,13 @@ class Clock:
         yield
         self._begin()
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """For a training that takes turns with others: what runs outside does not count."""
+        self._begin()
+        yield
+        self._end()
+
     def _begin(self) -> None:
         self._since, self._waited_before = time.perf_counter(), self._feed.waited_seconds
 
