@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.section import LayerIds, NonNegative, Positive, Regex, Section
+from pipeline.config.sweep import SweepSection
 from pipeline.config.training import ExpManagerSection, OptimSection, TrainerSection
 
 
@@ -199,6 +200,7 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()
     exp_manager: ExpManagerSection = ExpManagerSection()
     evaluate: EvaluateSection = EvaluateSection()
+    sweep: SweepSection = SweepSection()
 
     @model_validator(mode="after")
     def _one_kind_of_micro_batches(self) -> "Config":

@@ -48,7 +48,7 @@ class TrainingData:
     `split` str [n]; `num_tokens` int64 [n]; `usable` bool [n], whether there is a usable anchor, and `usable_partial` whether there would
     be with `anchor_fit: partial`. `used_token_ids` bool, true for ids that occur. `identity` changes when the states or the
     samples do; `states_identity` says what the states were taken from, field by field. `any_thread`: `source` may be called by several
-    threads at once. `usable_with`, of a cache: `usable` for another block size and fit.
+    threads at once. `cached`: what other drafts need of the same open cache.
     """
 
     source: Source
@@ -64,7 +64,7 @@ class TrainingData:
     used_token_ids: NDArray[np.bool_]
     identity: Mapping[str, Any]
     states_identity: Mapping[str, Any]
-    usable_with: Callable[[int, Fit], NDArray[np.bool_]] | None = None
+    cached: "CachedSamples | None" = None
 
     def check_mask_token(self, mask_token_id: int) -> None:
         """Raise `DraftError` when the mask token occurs in a sample: the draft could not tell a real token from an empty slot."""
@@ -73,6 +73,42 @@ class TrainingData:
                 f"model.draft.mask_token_id {mask_token_id} occurs in the corpus. Choose an id that no sample holds: a reserved token, or "
                 f"a row of the embedding beyond the tokenizer's length (it has {self.bundle.embedding.shape[0]} rows)."
             )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CachedSamples:
+    """Samples of an open cache by number, each cut to `max_tokens`: `order` [n] are their places in it, `num_tokens` [places] their lengths
+    there; sample i has the supervised spans `spans[offsets[i] : offsets[i + 1]]`."""
+
+    cache: Cache
+    order: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    spans: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    max_tokens: int
+
+    @classmethod
+    def of(cls, cache: Cache, max_tokens: int) -> "CachedSamples":
+        index = cache.index
+        kept = index.span_starts < max_tokens
+        spans = np.stack((index.span_starts, np.minimum(index.span_lengths, max_tokens - index.span_starts)), axis=1)[kept]
+        return cls(
+            cache,
+            np.argsort(index.sample_id, kind="stable"),
+            np.minimum(index.num_tokens, max_tokens).astype(np.int64),
+            spans,
+            np.concatenate(([0], np.cumsum(kept)))[index.span_offsets],
+            max_tokens,
+        )
+
+    def usable(self, block_size: int, fit: Fit) -> NDArray[np.bool_]:
+        """bool [n], whether a sample has a usable anchor."""
+        return has_usable_anchor(self.spans, self.offsets, self.num_tokens, block_size, fit)[self.order]
+
+    def source(self, layer_ids: tuple[int, ...]) -> Source:
+        """Samples with the states of `layer_ids`."""
+        cache, order, max_tokens = self.cache, self.order, self.max_tokens
+        return lambda numbers: [cache.read(int(order[n]), layer_ids, max_tokens=max_tokens, dequantise=False) for n in numbers]
 
 
 def training_order(data: TrainingData, config: Config) -> Order:
@@ -119,19 +155,15 @@ def open_cache(config: Config) -> TrainingData:
     cache = Cache.open(str(config.cache_path), wanted)
     check_cache(config, cache)
     layer_ids, index = wanted or cache.manifest.layer_ids, cache.index
-    order = np.argsort(index.sample_id, kind="stable")
-    num_tokens = np.minimum(index.num_tokens, max_tokens).astype(np.int64)
-    kept = index.span_starts < max_tokens
-    spans = np.stack((index.span_starts, np.minimum(index.span_lengths, max_tokens - index.span_starts)), axis=1)[kept]
-    offsets = np.concatenate(([0], np.cumsum(kept)))[index.span_offsets]
-    usable, usable_partial = (found[order] for found in _usable(config, spans, offsets, num_tokens))
+    samples = CachedSamples.of(cache, max_tokens)
+    order, num_tokens = samples.order, samples.num_tokens
     return TrainingData(
-        source=lambda numbers: [cache.read(int(order[n]), layer_ids, max_tokens=max_tokens, dequantise=False) for n in numbers],
+        source=samples.source(layer_ids),
         any_thread=True,
         split=np.array(index.splits)[index.split][order],
         num_tokens=num_tokens[order],
-        usable=usable,
-        usable_partial=usable_partial,
+        usable=samples.usable(config.model.draft.block_size, config.model.objective.anchor_fit),
+        usable_partial=samples.usable(config.model.draft.block_size, "partial"),
         bundle=cache.bundle(),
         layer_ids=layer_ids,
         dtype=DTYPES[cache.manifest.dtype],
@@ -139,7 +171,7 @@ def open_cache(config: Config) -> TrainingData:
         used_token_ids=index.used_token_ids,
         identity={"mode": "offline", "cache": cache.digest(), "max_tokens": int(num_tokens.max())},
         states_identity=cache.manifest.states_identity,
-        usable_with=lambda block_size, fit: has_usable_anchor(spans, offsets, num_tokens, block_size, fit)[order],
+        cached=samples,
     )
 
 
