@@ -44,6 +44,8 @@ WAITING, RUNNING, COMPLETE, PRUNED, FAIL = (
     TrialState.PRUNED,
     TrialState.FAIL,
 )
+SWEEP_CONFIG = "sweep.yaml"
+"""In LOG_DIR: the configuration of the newest launch."""
 MAY_CHANGE = {"sampler", "pruner", "pruner_min_steps", "seeds", "trials", "steps", "hours", "side_by_side", "storage"}
 """Fields of `sweep` that may differ from launch to launch."""
 

@@ -1,6 +1,7 @@
 """A sweep, as one process takes part in it: choose trials, train them side by side, and again, until nothing is left to begin.
 
 LOG_DIR/
+  sweep.yaml              the configuration, with interpolations and overrides in place
   study.db                ledger (ledger.py), unless sweep.storage names another
   trials/0007/            the run of a trial, as `stages/train_draft.py` leaves one; its config.yaml trains it alone
   groups/*.json           what was read for which trials, and what that took (account.py)
@@ -17,15 +18,16 @@ from typing import Any
 
 import torch
 
+from pipeline.config.load import to_yaml
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, StoppedError, TrainingError
-from pipeline.runtime.files import FolderLock
+from pipeline.runtime.files import FolderLock, atomic_file
 from pipeline.runtime.logs import labelled
 from pipeline.runtime.ranks import Ranks
 from pipeline.sweep.account import Account
 from pipeline.sweep.claim import Claims, Taken
 from pipeline.sweep.group import Group, Member, told
-from pipeline.sweep.ledger import COMPLETE, FAIL, PRUNED, RUNNING, WAITING, Ledger
+from pipeline.sweep.ledger import COMPLETE, FAIL, PRUNED, RUNNING, SWEEP_CONFIG, WAITING, Ledger
 from pipeline.sweep.memory import num_parameters
 from pipeline.sweep.reading import Readings, SharedFeed, SharedReading
 from pipeline.sweep.space import label, of_all_layers, overrides
@@ -63,6 +65,9 @@ def sweep(config: Config, launch: Launch, config_of: Callable[[Sequence[str]], C
     caches = _open_all(config, readings, config_of)
     with FolderLock(folder, "claim.lock", wait_for_it="another process that opens the ledger"):
         ledger = Ledger(config)
+        if not (folder / SWEEP_CONFIG).exists() or launch.rank == 0:
+            with atomic_file(folder / SWEEP_CONFIG) as stream:
+                stream.write(to_yaml(config, named_only=True).encode())
         for path, data in caches.items():
             ledger.check_cache(path, data.identity["cache"])
     try:
@@ -91,20 +96,23 @@ def train_side_by_side(trials: Sequence[Taken], ledger: Ledger, readings: Readin
     shared: dict[str, Any] = {"source": reading.source, "bundle": base.bundle.to(device, compute)}  # the bundle is there once, for all
     data = replace(base, layer_ids=layers, **shared)
     log.info("%d draft(s) side by side from one reading of layers %s", len(trials), list(layers))
-    order = training_order(replace(views[trials[0].number], **shared), config)
-    feed = SharedFeed(reading.source, order, division_of(config, order, 1), config.data.num_workers)
     with ExitStack() as stack:
-        stack.callback(feed.close)
-        decoding = ShortDecoding.load(config, launch.ranks, data) if config.trainer.val_decode_prompts else None
-        group = Group(ledger, data, feed, decoding, Account(ledger.folder, [trial.number for trial in trials], reading), asked)
+        started = []
         for trial in trials:
             own = stack.enter_context(ExitStack())
             own.callback(trial.lock.__exit__, None, None, None)
-            view = replace(views[trial.number], **shared)
-            training = _start(trial, view, ledger, launch.ranks, own)
-            if training is not None:
-                group.members.append(Member(trial, training, Clock(feed), own, training.state.step))
-        group.train(shown=launch.rank == 0)
+            if (training := _start(trial, replace(views[trial.number], **shared), ledger, launch.ranks, own)) is not None:
+                started.append((trial, training, own))
+        if not started:
+            return
+        order = started[0][1].order
+        feed = SharedFeed(reading.source, order, division_of(config, order, 1), config.data.num_workers)
+        stack.callback(feed.close)
+        decoding = ShortDecoding.load(config, launch.ranks, data) if config.trainer.val_decode_prompts else None
+        account = Account(ledger.folder, [trial.number for trial, _, _ in started], reading)
+        members = [Member(trial, training, Clock(feed), own, training.state.step) for trial, training, own in started]
+        del started  # a member that has ended is to be free
+        Group(ledger, data, feed, decoding, account, asked, members).train(shown=launch.rank == 0)
 
 
 def _start(trial: Taken, data: TrainingData, ledger: Ledger, ranks: Ranks, own: ExitStack) -> Training | None:
