@@ -55,14 +55,14 @@ def write_report(report: Report, folder: Path) -> Path:
 
 def _page(report: Report, rows: Sequence[Row], images: Mapping[str, str]) -> str:
     explained = {
-        "curves": "The metric at every validation and the loss in training. Numbers are ranks; settings beyond the sixth, and runs that did "
-        "not come to their end, are grey. A setting has one line a seed.",
+        "curves": "The metric at every validation and the loss in training, one line a seed. Numbers are ranks; settings beyond the sixth, "
+        "and runs that did not come to their end, are grey.",
         "pareto": "The line joins the settings that no other beats in both directions. "
         + (f"Target: {report.target.how}. " if report.target else "")
         + "Speed-up = val_walk_accept_len × target's step ÷ (draft's block + target's verification).",
         "slots": "How often slot k of a block is right, whatever came before it.",
-        "settings": "Mean over all runs that have a value, with its 95 % interval; the share is of the variance over runs (η²), one field at "
-        "a time.",
+        "settings": "Mean over all runs that have a value, with its 95 % interval; the share is of the variance over runs (η²), one field "
+        "at a time.",
     }
     titles = {"curves": "Curves", "pareto": "Acceptance against cost", "slots": "Accuracy by slot", "settings": "What the settings do"}
     order = ("pareto", "settings", "curves", "slots")
@@ -74,7 +74,7 @@ def _page(report: Report, rows: Sequence[Row], images: Mapping[str, str]) -> str
         f"<h2>What one read saved</h2>{_saved(report.saved)}" if report.saved else "",
         f"<h2>To do it again</h2>{_commands(report.commands)}" if report.commands else "",
         f"<h2>All runs</h2>{_all_runs(report)}",
-        f"<h2>Of this sweep</h2>{_table(('', ''), [[_text(name), _code(value)] for name, value in report.facts], head=False)}",
+        f"<h2>Of this sweep</h2>{_table(('', ''), [[_text(name), _code(value)] for name, value in report.facts], titled=False)}",
     ]
     return (
         f"<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width,initial-scale=1'>"
@@ -95,11 +95,8 @@ def _tiles(report: Report, rows: Sequence[Row]) -> str:
         if fastest is not None:
             tiles.insert(1, ("best predicted speed-up", f"{fastest.speedup:.2f}×", f"rank {rows.index(fastest) + 1}"))
     tiles += [(what, value, how) for what, value, how in report.saved if what == "bytes read"]
-    return (
-        "<div class=tiles>"
-        + "".join(f"<div><b>{_text(v)}</b><span>{_text(n)}</span><i>{_text(h)}</i></div>" for n, v, h in tiles)
-        + "</div>"
-    )
+    shown = (f"<div><b>{_text(value)}</b><span>{_text(name)}</span><i>{_text(how)}</i></div>" for name, value, how in tiles)
+    return f"<div class=tiles>{''.join(shown)}</div>"
 
 
 def _leaderboard(report: Report, rows: Sequence[Row]) -> str:
@@ -126,7 +123,9 @@ def _leaderboard(report: Report, rows: Sequence[Row]) -> str:
 
 
 def _saved(rows: Sequence[tuple[str, str, str]]) -> str:
-    return _table(("", "", ""), [[_text(a), f"<b>{_text(b)}</b>", f"<span class=faint>{_text(c)}</span>"] for a, b, c in rows], head=False)
+    return _table(
+        ("", "", ""), [[_text(a), f"<b>{_text(b)}</b>", f"<span class=faint>{_text(c)}</span>"] for a, b, c in rows], titled=False
+    )
 
 
 def _commands(rows: Sequence[tuple[str, str]]) -> str:
@@ -139,29 +138,17 @@ def _all_runs(report: Report) -> str:
     for run in report.runs:
         error = f"<span class=error>{_text(run.error.splitlines()[-1][:160])}</span>" if run.error else ""
         value, seconds = ("" if x is None else f"{x:.3f}" for x in (run.value, run.seconds))
-        body.append(
-            [
-                _text(run.name),
-                _text(run.state.lower()),
-                _code(_settings(run.settings)),
-                str(run.seed),
-                value,
-                f"{run.steps}",
-                seconds,
-                error,
-            ]
-        )
+        cells = [_text(run.name), _text(run.state.lower()), _code(_settings(run.settings)), str(run.seed), value]
+        body.append([*cells, f"{run.steps}", seconds, error])
     return _table(head, body, left=3)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 99, head_row: bool = True, **options: bool) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 99, titled: bool = True) -> str:
     """Cells are HTML already; all columns after the first `left` are numbers."""
     cell = "".join(f"<th{'' if place < left else ' class=n'}>{_text(name)}</th>" for place, name in enumerate(head))
-    top = f"<thead><tr>{cell}</tr></thead>" if options.get("head", head_row) else ""
-    body = "".join(
-        "<tr>" + "".join(f"<td{'' if place < left else ' class=n'}>{value}</td>" for place, value in enumerate(row)) + "</tr>"
-        for row in rows
-    )
+    top = f"<thead><tr>{cell}</tr></thead>" if titled else ""
+    kinds = ["" if place < left else " class=n" for place in range(max(map(len, rows), default=0))]
+    body = "".join("<tr>" + "".join(f"<td{k}>{v}</td>" for k, v in zip(kinds, row, strict=False)) + "</tr>" for row in rows)
     return f"<div class=wide><table>{top}<tbody>{body}</tbody></table></div>"
 
 

@@ -19,20 +19,26 @@ class Account:
     """Written every so often, so that a kill loses little of it; at the end by `write`.
 
     seconds: wall time; read_seconds: in reading and unpacking, all threads together; waited_seconds: for readings that were not there
-    yet; own_seconds: by trial, its steps and validations; bytes_read: of packed chunks.
+    yet; own_seconds: by trial, its steps and validations; bytes_read: of packed chunks; tokens_fed: by trial, what it trained on and
+    was validated with.
     """
 
     folder: Path
     trials: Sequence[int]
     reading: SharedReading
     steps: int = 0
+    fed: dict[int, int] = field(default_factory=dict)
     begun: float = field(default_factory=time.time)
     _start: float = field(default_factory=time.perf_counter)
     _written: float = field(default_factory=time.perf_counter)
 
-    def note(self, waited_seconds: float, own_seconds: Mapping[int, float], *, step: bool = True) -> None:
+    def feed(self, trials: Sequence[int], tokens: int) -> None:
+        for number in trials:
+            self.fed[number] = self.fed.get(number, 0) + tokens
+
+    def note(self, waited_seconds: float, own_seconds: Mapping[int, float]) -> None:
         """One more step of the group."""
-        self.steps += step
+        self.steps += 1
         if time.perf_counter() - self._written > EVERY_SECONDS:
             self.write(waited_seconds, own_seconds)
 
@@ -50,6 +56,7 @@ class Account:
                 "read_seconds": self.reading.seconds,
                 "waited_seconds": waited_seconds,
                 "own_seconds": {str(number): seconds for number, seconds in own_seconds.items()},
+                "tokens_fed": {str(number): tokens for number, tokens in self.fed.items()},
                 "tokens_read": self.reading.tokens,
                 "bytes_read": self.reading.bytes_read,
             },

@@ -55,7 +55,7 @@ def _of_sweep(folder: Path, target: TargetSpeed | None, device: torch.device) ->
     ledger = Ledger(config)
     try:
         trials = ledger.trials()
-        cache = ledger.study.user_attrs.get("cache")
+        cache, again = (ledger.study.user_attrs.get(name) for name in ("cache", "command"))
     finally:
         ledger.close()
     runs = [_timed(_of_trial(config, trial), folder, config, device) for trial in trials]
@@ -63,7 +63,7 @@ def _of_sweep(folder: Path, target: TargetSpeed | None, device: torch.device) ->
     facts += [("cache digest", str(cache)), ("sampler, pruner", f"{config.sweep.sampler}, {config.sweep.pruner}")]
     section = config.sweep
     saved = list(_saved(folder, runs, target))
-    commands = _commands(runs, section.mode, config)
+    commands = _commands(runs, section.mode, again)
     return Report(config.name, section.monitor, section.mode, runs, facts, saved, commands, target)
 
 
@@ -139,36 +139,29 @@ def _timed(run: Run, folder: Path, config: Config, device: torch.device) -> Run:
 def _saved(folder: Path, runs: Sequence[Run], target: TargetSpeed | None) -> Iterator[tuple[str, str, str]]:
     """Measured by the groups; against it what the same trials would have read alone, and what the target would have had to forward."""
     groups = [json.loads(path.read_text()) for path in sorted((folder / GROUPS).glob("*.json"))]
-    tokens = sum(group["tokens_read"] for group in groups)
-    if not tokens:
+    tokens, read = (sum(group[name] for group in groups) for name in ("tokens_read", "bytes_read"))
+    if not tokens or not read:
         return
-    read, alone = sum(group["bytes_read"] for group in groups), sum(_alone(group, runs) for group in groups)
-    fed = sum(group["tokens_read"] * len(group["trials"]) for group in groups)
-    wall, own = sum(g["seconds"] for g in groups), sum(sum(g["own_seconds"].values()) for g in groups)
-    reading = sum(g["read_seconds"] for g in groups)
+    fed = sum(sum(group["tokens_fed"].values()) for group in groups)
+    alone = sum(_alone(group, runs) for group in groups)
+    wall, reading = (sum(group[name] for group in groups) for name in ("seconds", "read_seconds"))
+    own = sum(sum(group["own_seconds"].values()) for group in groups)
     yield "bytes read", _bytes(read), f"measured; each draft alone would have read {_bytes(alone)} in all: {alone / read:.1f} times as much"
-    yield "tokens read", f"{tokens:,}", f"measured; fed to {len(runs)} drafts: {fed:,}"
-    yield (
-        "reading and unpacking",
-        f"{reading:.1f} s",
-        f"measured, all threads; alone it would have been about {reading * alone / read:.1f} s",
-    )
+    yield "tokens read", f"{tokens:,}", f"measured; the drafts were fed {fed:,} in all"
+    yield "reading and unpacking", f"{reading:.1f} s", f"measured, all threads; alone about {reading * alone / read:.1f} s"
     yield "wall time of the groups", f"{wall:.1f} s", f"measured; the drafts' own steps and validations are {own:.1f} s of it"
     if target is not None and target.tokens_per_second:
         rate = target.tokens_per_second
-        yield "target not run", f"{fed / rate:,.0f} s", f"predicted: training them online forwards {fed:,} tokens at {rate:,.0f} a second"
-        once = tokens / max(1, max((run.steps for run in runs), default=1))
-        yield (
-            "online in all",
-            f"{own + fed / rate:,.0f} s",
-            f"predicted: {(own + fed / rate) / wall:.1f} times this; {once:,.0f} tokens a step",
-        )
+        online = own + fed / rate
+        yield "target not run", f"{fed / rate:,.0f} s", f"predicted: online, {fed:,} tokens are forwarded, at {rate:,.0f} a second"
+        yield "online in all", f"{online:,.0f} s", f"predicted: {online / wall:.1f} times this, without loading the target for each"
 
 
 def _alone(group: Mapping[str, Any], runs: Sequence[Run]) -> float:
-    """Bytes that the trials of a group would have read each by itself: its own layers' share of every sample."""
-    share = {int(run.name): _num_layers(run) or len(group["layer_ids"]) for run in runs if run.name.isdigit()}
-    return float(sum(group["bytes_read"] * share.get(number, 1) / len(group["layer_ids"]) for number in group["trials"]))
+    """Bytes that the trials of a group would have read each by itself: their own layers of all that they were fed."""
+    share = {run.name: _num_layers(run) or len(group["layer_ids"]) for run in runs}
+    of_layer = group["bytes_read"] / group["tokens_read"] / len(group["layer_ids"]) if group["tokens_read"] else 0.0
+    return float(sum(of_layer * tokens * share[f"{int(number):04d}"] for number, tokens in group["tokens_fed"].items()))
 
 
 def _num_layers(run: Run) -> int | None:
@@ -179,7 +172,7 @@ def _num_layers(run: Run) -> int | None:
     return len(ids)
 
 
-def _commands(runs: Sequence[Run], mode: str, config: Config | None) -> list[tuple[str, str]]:
+def _commands(runs: Sequence[Run], mode: str, again: str | None) -> list[tuple[str, str]]:
     rows = leaderboard(runs, mode, None)
     if not rows:
         return []
@@ -191,13 +184,8 @@ def _commands(runs: Sequence[Run], mode: str, config: Config | None) -> list[tup
         ("Its draft as servers load it was exported when it ended; decode with it:", f"accelerate launch stages/evaluate.py {given}"),
         ("The export itself:", f"ls {shlex.quote(best.folder + '/export')}"),
     ]
-    if config is not None:
-        found.append(
-            (
-                "Go on with this sweep, with more trials if sweep.trials is raised:",
-                f"accelerate launch stages/sweep.py {shlex.quote(config.log_dir + '/' + SWEEP_CONFIG)}",
-            )
-        )
+    if again is not None:
+        found.append(("Go on with this sweep, also with more trials than before:", f"accelerate launch {again}"))
     return found
 
 

@@ -90,6 +90,8 @@ class Group:
         behind = min(m.step for m in self.members)
         due = [m for m in self.members if m.step == behind]
         readings = self.feed.step(due[0].training.state.position)
+        tokens = sum(sample.tokens.num_tokens for reading in readings for sample in reading.samples)
+        self.account.feed([m.trial.number for m in due], tokens)
         for member in due:
             self._advance(member, readings)
         moved = [m for m in due if m in self.members]
@@ -113,7 +115,10 @@ class Group:
             return
         drafts = [(m.training.learner, m.training.learner.evaluated()) for m in members]
         begin = time.perf_counter()
-        found = validate_each(drafts, self.data, validation_sets(self.data), self.feed.num_workers)
+        sets = validation_sets(self.data)
+        found = validate_each(drafts, self.data, sets, self.feed.num_workers)
+        tokens = sum(int(self.data.num_tokens[numbers].sum()) for numbers in sets.values())
+        self.account.feed([m.trial.number for m in members], tokens)
         share = (time.perf_counter() - begin) / len(members)
         for member, (_, draft), metrics in zip(members, drafts, found, strict=True):
             member.seconds += share

@@ -9,6 +9,8 @@ LOG_DIR/
 """
 
 import logging
+import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -68,6 +70,7 @@ def sweep(config: Config, launch: Launch, config_of: Callable[[Sequence[str]], C
         if not (folder / SWEEP_CONFIG).exists() or launch.rank == 0:
             with atomic_file(folder / SWEEP_CONFIG) as stream:
                 stream.write(to_yaml(config, named_only=True).encode())
+        ledger.study.set_user_attr("command", shlex.join(sys.argv))
         for path, data in caches.items():
             ledger.check_cache(path, data.identity["cache"])
     try:
