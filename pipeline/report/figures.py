@@ -65,10 +65,7 @@ def curves(rows: Sequence[Row], others: Sequence[Run], monitor: str) -> Draw:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         left.set_title(f"{monitor} at each validation")
         right.set_title("training loss")
-        if rows:
-            handles, labels = left.get_legend_handles_labels()
-            ordered = sorted(zip(labels, handles, strict=True))
-            left.legend([handle for _, handle in ordered], [label for label, _ in ordered], title="rank", ncols=2)
+        _legend(figure, left)
 
     return draw
 
@@ -85,9 +82,7 @@ def slots(rows: Sequence[Row]) -> Draw:
         axes.set_xlabel("slot of the block")
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        handles, labels = axes.get_legend_handles_labels()
-        ordered = sorted(zip(labels, handles, strict=True))
-        axes.legend([handle for _, handle in ordered], [label for label, _ in ordered], title="rank", ncols=2)
+        _legend(figure, axes)
 
     return draw
 
@@ -143,6 +138,13 @@ def settings_effects(found: Mapping[str, tuple[Mapping[Any, Estimate], float]], 
     return draw
 
 
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    ordered = sorted(zip(labels, handles, strict=True), key=lambda pair: pair[0])
+    if ordered:
+        figure.legend([handle for _, handle in ordered], [label for label, _ in ordered], title="rank", loc="outside right upper")
+
+
 def _scatter(axes: Axes, points: Sequence[tuple[float, Row]], theme: Theme, sign: int) -> None:
     best = [(x, row) for x, row in points if not any(_beats(other, (x, row), sign) for other in points)]
     best.sort(key=lambda point: point[0])
@@ -150,7 +152,14 @@ def _scatter(axes: Axes, points: Sequence[tuple[float, Row]], theme: Theme, sign
     for place, (x, row) in enumerate(points):
         color = theme.accent if (x, row) in best else theme.faint
         axes.errorbar(x, row.value.mean, row.value.half or 0, fmt="o", color=color, ms=5.5, capsize=2, lw=1, zorder=2)
-        axes.annotate(f"{place + 1}", (x, row.value.mean), xytext=(6, 4), textcoords="offset points", color=theme.text, fontsize=8.5)
+        axes.annotate(
+            f"{place + 1}",
+            (x, row.value.mean),
+            xytext=(6, 5 if place % 2 == 0 else -12),
+            textcoords="offset points",
+            color=theme.text,
+            fontsize=8.5,
+        )
     axes.margins(0.12)
 
 
@@ -166,6 +175,7 @@ def _line(axes: Axes, records: Sequence[Mapping[str, Any]], key: str, color: str
 
 def _style(theme: Theme) -> Any:
     return {
+        "axes.axisbelow": True,
         "axes.edgecolor": theme.faint,
         "axes.facecolor": "none",
         "axes.grid": True,

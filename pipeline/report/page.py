@@ -68,7 +68,7 @@ def _page(report: Report, rows: Sequence[Row], images: Mapping[str, str]) -> str
     order = ("pareto", "settings", "curves", "slots")
     shown = [f"<h2>{titles[name]}</h2><p class=note>{explained[name]}</p>{images[name]}" for name in order if name in images]
     parts = [
-        f"<header><h1>{escape(report.title)}</h1>{_tiles(report, rows)}</header>",
+        f"<header><h1>{escape(report.title)}</h1><p class=note>{_subtitle(report)}</p>{_tiles(report, rows)}</header>",
         f"<h2>Leaderboard</h2>{_leaderboard(report, rows)}",
         *shown,
         f"<h2>What one read saved</h2>{_saved(report.saved)}" if report.saved else "",
@@ -81,6 +81,12 @@ def _page(report: Report, rows: Sequence[Row], images: Mapping[str, str]) -> str
         f"<meta name=color-scheme content='light dark'><title>{escape(report.title)}</title><style>{STYLE}</style></head>"
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
+
+
+def _subtitle(report: Report) -> str:
+    settings, seeds = len({repr(run.settings) for run in report.runs}), len({run.seed for run in report.runs})
+    swept = ", ".join(name.rpartition(".")[2] for name in (report.runs[0].settings if report.runs else ()))
+    return _text(f"{settings} setting(s) of {swept or 'nothing'}, {seeds} seed(s), compared by {report.monitor}")
 
 
 def _tiles(report: Report, rows: Sequence[Row]) -> str:
@@ -104,7 +110,7 @@ def _leaderboard(report: Report, rows: Sequence[Row]) -> str:
         return "<p class=note>No run has come to its end yet.</p>"
     names = list(rows[0].settings)
     timed, faster = any(r.draft_seconds is not None for r in rows), any(r.speedup is not None for r in rows)
-    head = ["", *(name.rpartition(".")[2] for name in names), report.monitor, "behind the best", "walk", "parameters"]
+    head = ["", *(name.rpartition(".")[2] for name in names), report.monitor, "behind the best", "walk_accept_len", "parameters"]
     head += ["block, ms"] * timed + ["speed-up"] * faster + ["seeds"]
     body = []
     for place, row in enumerate(rows):
@@ -117,7 +123,7 @@ def _leaderboard(report: Report, rows: Sequence[Row]) -> str:
         body.append(cells)
     note = (
         "Mean over seeds ± half the 95 % interval (Student's). Behind the best: over the seeds that both have, so that what a seed does to "
-        "both cancels; an interval that holds 0 tells no difference. Walk: val_walk_accept_len, what serving would see."
+        "both cancels; an interval that holds 0 tells no difference. walk_accept_len: what serving would see."
     )
     return _table(head, body, left=len(names) + 1) + f"<p class=note>{note}</p>"
 

@@ -24,7 +24,7 @@ td{padding:7px 12px 7px 0;border-bottom:1px solid var(--line);vertical-align:top
 tbody tr:hover{background:var(--soft)}
 code,pre{font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 td code{overflow-wrap:anywhere}
-pre{background:var(--soft);border-radius:8px;padding:12px 16px;overflow-x:auto;margin:4px 0 14px}
+pre{background:var(--soft);border-radius:8px;padding:12px 16px;white-space:pre-wrap;overflow-wrap:anywhere;margin:4px 0 14px}
 .note{color:var(--faint);font-size:13px;max-width:820px;margin:6px 0 12px}
 .faint{color:var(--faint);font-weight:400}
 .error{color:var(--bad)}

@@ -155,7 +155,7 @@ class Claims:
             return None
         if config.trainer.max_steps is not None:
             self.ledger.set(trial._trial_id, steps=config.trainer.max_steps)
-        room.take(config, new=trial.user_attrs.get("folder") is None)
+        room.take(config, trial.number)
         return Taken(trial._trial_id, trial.number, config, folder, lock)
 
 
@@ -165,7 +165,7 @@ class _Room:
     def __init__(self, claims: Claims) -> None:
         section, begun = claims.base.sweep, [trial for trial in claims.ledger.trials() if trial.state != WAITING]
         self._claims, self._section, self.drafts = claims, section, 0
-        self._begun, self._steps = len(begun), sum(int(trial.user_attrs.get("steps", 0)) for trial in begun)
+        self._begun, self._steps = {trial.number for trial in begun}, sum(int(trial.user_attrs.get("steps", 0)) for trial in begun)
         self._left = available_bytes(claims.device)
         self._most: float = math.inf
         if section.side_by_side != "auto":
@@ -184,7 +184,7 @@ class _Room:
         """Whether the budget allows one more trial."""
         section, deadline = self._section, self._claims.deadline
         return (
-            (section.trials is None or self._begun < section.trials)
+            (section.trials is None or len(self._begun) < section.trials)
             and (section.steps is None or self._steps < section.steps)
             and (deadline is None or time.monotonic() < deadline)
         )
@@ -194,11 +194,11 @@ class _Room:
         need = self._need(config)
         return self.drafts == 0 or self._section.side_by_side != "auto" or need <= self._left
 
-    def take(self, config: Config, new: bool) -> None:
+    def take(self, config: Config, number: int) -> None:
         self._left -= self._need(config)
         self.drafts += 1
-        if new:
-            self._begun += 1
+        if number not in self._begun:
+            self._begun.add(number)
             self._steps += config.trainer.max_steps or 0
 
     def _need(self, config: Config) -> int:

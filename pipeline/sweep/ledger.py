@@ -76,20 +76,21 @@ class Ledger:
         self.section: SweepSection = config.sweep
         self._seed = config.trainer.seed
         self.seeds = config.sweep.seeds or (config.trainer.seed,)
-        self.storage = open_storage(config.sweep.storage, self.folder)
+        self._opened = open_storage(config.sweep.storage, self.folder)
         self.study: Study = optuna.create_study(
-            storage=self.storage,
+            storage=self._opened,
             study_name=config.name,
             direction="maximize" if config.sweep.mode == "max" else "minimize",
             pruner=_pruner(config),
             load_if_exists=True,
         )
+        self.storage = self.study._storage  # which keeps ended trials in memory, and must see all that is done
         self._check(config)
 
     def close(self) -> None:
         self.storage.remove_session()
-        if isinstance(self.storage, RDBStorage):
-            self.storage.engine.dispose()
+        if isinstance(self._opened, RDBStorage):
+            self._opened.engine.dispose()
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=states or None)

@@ -61,12 +61,12 @@ def target_speed(config: Config, block_sizes: Sequence[int], ranks: Ranks) -> Ta
     model, device = target.model, target.device
     ids = torch.ones(1, CONTEXT_TOKENS, dtype=torch.int64, device=device)
     cache = DynamicCache()
-    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
 
     def step(tokens: int) -> Callable[[], None]:
         def forward() -> None:
-            model(input_ids=ids[:, :tokens], past_key_values=cache, use_cache=True, logits_to_keep=tokens)
-            cache.crop(CONTEXT_TOKENS)
+            model(input_ids=ids[:, :tokens], cache=cache, use_cache=True, logits_to_keep=tokens)
+            cache.crop(-tokens)
 
         return forward
 
