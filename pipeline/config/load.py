@@ -241,22 +241,24 @@ _Need: TypeAlias = tuple[str, Callable[[Config], bool]]
 _TARGET: _Need = ("model.target.path", lambda c: c.model.target.path is not None)
 _CHATS: _Need = ("data.train_ds.input_cfg", lambda c: len(c.data.train_ds.input_cfg) > 0)
 _CACHE: _Need = ("data.cache", lambda c: c.cache_path is not None)
+_CAPTURE: _Need = ("capture.path", lambda c: c.capture.path is not None)
 _MASK: _Need = ("model.draft.mask_token_id", lambda c: c.model.draft.mask_token_id is not None)
 _LENGTH: _Need = ("trainer.max_steps", lambda c: (c.trainer.max_steps or c.trainer.max_epochs) is not None)
 
 _NEEDS: Mapping[str, tuple[_Need, ...]] = {
     "corpus": (_TARGET, _CHATS),
-    "capture": (_TARGET, _CHATS, ("capture.path", lambda c: c.capture.path is not None)),
+    "capture": (_TARGET, _CHATS, _CAPTURE),
     "train": (_CACHE, _MASK, _LENGTH),
     "sweep": (_CACHE, _MASK, _LENGTH, ("data.mode", lambda c: c.data.mode == "offline")),
     "train online": (_TARGET, _CHATS, _MASK, _LENGTH),
+    "train hybrid": (_TARGET, _CHATS, _CAPTURE, _MASK, _LENGTH),
     "evaluate": (_TARGET, ("evaluate.input_cfg", lambda c: len(c.evaluate.input_cfg) > 0)),
 }
 
 
 def _unmet(stage: Stage, config: Config) -> Iterator[str]:
     descriptions = {path: field.description for path, field in all_fields()}
-    what = f"{stage} online" if stage == "train" and config.data.mode == "online" else stage
+    what = f"{stage} {config.data.mode}" if stage == "train" and config.data.mode != "offline" else stage
     for path, there in _NEEDS[what]:
         if not there(config) and not (stage == "sweep" and path in config.sweep.space):
             if path == "data.mode":

@@ -7,7 +7,7 @@ a stage cannot do without. Section names follow the habit of the ecosystem (DESI
 from os.path import expanduser
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.section import LayerIds, NonNegative, Positive, Regex, Section
 from pipeline.config.sweep import SweepSection
@@ -119,14 +119,16 @@ class TrainSetSection(Section):
         return self.global_batch_size or (None if self.global_batch_tokens else 8)
 
 
+def _unweighted(inputs: tuple[InputSection, ...]) -> tuple[InputSection, ...]:
+    if any(entry.weight is not None for entry in inputs):
+        raise ValueError("weight is for entries of train_ds only: here every chat is used once")
+    return inputs
+
+
 class ValidationSetSection(Section):
     input_cfg: tuple[InputSection, ...] = Field(description="where the chats are")
 
-    @model_validator(mode="after")
-    def _no_weights(self) -> "ValidationSetSection":
-        if any(entry.weight is not None for entry in self.input_cfg):
-            raise ValueError("weight is for entries of train_ds only: a validation uses every sample once")
-        return self
+    _no_weights = field_validator("input_cfg")(_unweighted)
 
 
 class ValidationSection(Section):
@@ -144,7 +146,12 @@ class ValidationSection(Section):
 
 
 class DataSection(Section):
-    mode: Literal["offline", "online"] = Field("offline", description="features from the cache, or from the live target")
+    mode: Literal["offline", "online", "hybrid"] = Field(
+        "offline", description="features from the cache, from the live target, or hybrid: the first epoch captures them into capture.path"
+    )
+    hybrid_shards: Positive = Field(
+        8, description="mode hybrid: shards that are captured at a time; the first epoch takes their samples, shuffled, before the next"
+    )
     cache: str | None = Field(None, description="folder of the cache that training reads; default: capture.path")
     prepared_dir: str = Field("prepared", description="folder for tokenised corpora, shared by all runs")
     train_ds: TrainSetSection = TrainSetSection()
@@ -191,6 +198,8 @@ class EvaluateSection(Section):
     max_new_tokens: Positive = Field(128, description="tokens of an answer at most")
     max_prompts: Positive | None = Field(None, description="prompts decoded at most; default: all")
 
+    _no_weights = field_validator("input_cfg")(_unweighted)
+
 
 class Config(Section):
     name: str = Field("run", description="of the run; names its folder")
@@ -206,6 +215,14 @@ class Config(Section):
     def _one_kind_of_micro_batches(self) -> "Config":
         if self.data.train_ds.micro_batch_tokens is not None and self.trainer.accumulate_grad_batches > 1:
             raise ValueError("data.train_ds.micro_batch_tokens and trainer.accumulate_grad_batches are both set; give one")
+        return self
+
+    @model_validator(mode="after")
+    def _hybrid_writes_what_it_reads(self) -> "Config":
+        if self.data.mode == "hybrid" and self.data.cache not in (None, self.capture.path):
+            raise ValueError("data.cache is not capture.path, and data.mode is hybrid: it trains on what it captures; leave data.cache out")
+        if self.data.mode == "hybrid" and self.capture.parts is not None:
+            raise ValueError("capture.parts is set, and data.mode is hybrid: it captures everything")
         return self
 
     @property

@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.section import Monitor, Positive, Section
+from pipeline.config.section import Positive, Section
+from pipeline.config.training import Monitored
 
 
 class DimensionSection(Section):
@@ -43,8 +44,9 @@ class DimensionSection(Section):
         return self.choice if self.choice is not None else self.ends
 
 
-class SweepSection(Section):
-    """Many trainings from one cache. A trial is one setting of the space, trained with one seed, in LOG_DIR/trials/NUMBER."""
+class SweepSection(Monitored):
+    """Many trainings from one cache, compared by `monitor` as of their last validation. A trial is one setting of the space, trained with
+    one seed, in LOG_DIR/trials/NUMBER."""
 
     space: dict[str, DimensionSection] = Field(
         default_factory=dict, description="by dotted name, such as model.optim.lr, the values of a field; other fields are as in the file"
@@ -58,8 +60,6 @@ class SweepSection(Section):
     pruner_min_steps: Positive | None = Field(
         None, description="optimizer steps before a trial can be ended; default: trainer.val_check_interval"
     )
-    monitor: Monitor = Field("val_accept_len", description="metric by which trials are compared, as of their last validation")
-    mode: Literal["max", "min"] = Field("max", description="which values of the metric are better")
     seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(min_length=1)] | None = Field(
         None, description="every setting is trained with each, so that settings are compared in pairs; default: trainer.seed alone"
     )

@@ -16,15 +16,22 @@ Place = tuple[slice, slice]
 CPU_SLOTS, DEVICE_SLOTS = 512, 8192
 
 
-def places(rows: int, blocks: int, block_size: int, device: torch.device) -> list[Place]:
-    """Rectangles that cover [rows, blocks] once, each of at most the slots that run together, or one block."""
-    most = max(1, (CPU_SLOTS if device.type == "cpu" else DEVICE_SLOTS) // block_size)
+def places(valid: torch.Tensor, block_size: int) -> list[Place]:
+    """Rectangles that cover the blocks of `valid` bool [rows, blocks], each of at most the slots that run together, or one block.
+
+    Those of padding alone are left out, which rows of unequal numbers of anchors have much of. At least one stays: all parameters then get
+    a gradient, of zeros.
+    """
+    rows, blocks = valid.shape
+    most = max(1, (CPU_SLOTS if valid.device.type == "cpu" else DEVICE_SLOTS) // block_size)
     width, height = min(most, blocks), max(1, most // blocks)
-    return [
+    everything = [
         (slice(row, min(row + height, rows)), slice(block, min(block + width, blocks)))
         for row in range(0, rows, height)
         for block in range(0, blocks, width)
     ]
+    needed = torch.stack([valid[place].any() for place in everything]).tolist()
+    return [place for place, is_needed in zip(everything, needed, strict=True) if is_needed] or everything[:1]
 
 
 GroupScore = Callable[[Place, Sequence[torch.Tensor]], torch.Tensor]

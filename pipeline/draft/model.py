@@ -157,7 +157,6 @@ class Draft(nn.Module):
         With `score`, which makes a sum [] of the hidden states of some rows and blocks, the sum of it over all of them, group by
         group: the way to train, since hidden states and activations of the whole batch then never exist at once.
         """
-        config, (rows, count) = self.config, batch.anchors.shape
         seen = last_context_row(batch)
         context = self.context(batch.features[:, :seen], batch.position_ids[:, :seen])
         if score is None:
@@ -170,7 +169,7 @@ class Draft(nn.Module):
             return scorer(self._hidden(_part(batch, place), block_embeddings[place], pairs), place)
 
         flat = [tensor for pair in context for tensor in pair]
-        return sum_over(places(rows, count, config.block_size, batch.anchors.device), score_group, flat, list(self.parameters()))
+        return sum_over(places(batch.block_valid, self.config.block_size), score_group, flat, list(self.parameters()))
 
     def _hidden(self, batch: DraftBatch, block_embeddings: torch.Tensor, context: Context) -> torch.Tensor:
         """[R, N, B, H], given the context's keys and values."""

@@ -63,8 +63,8 @@ def _of_sweep(folder: Path, target: TargetSpeed | None, device: torch.device) ->
     facts += [("cache digest", str(cache)), ("sampler, pruner", f"{config.sweep.sampler}, {config.sweep.pruner}")]
     section = config.sweep
     saved = list(_saved(folder, runs, target))
-    commands = _commands(runs, section.mode, again)
-    return Report(config.name, section.monitor, section.mode, runs, facts, saved, commands, target)
+    commands = _commands(runs, section.better, again)
+    return Report(config.name, section.monitor, section.better, runs, facts, saved, commands, target)
 
 
 def _of_trial(config: Config, trial: FrozenTrial) -> Run:
@@ -118,7 +118,7 @@ def _of_runs(folders: Sequence[Path], target: TargetSpeed | None, device: torch.
         runs.append(_timed(run, folder, config, device))
     title = configs[0].name if len(folders) == 1 else f"{len(folders)} runs"
     return Report(
-        title, keep.monitor, keep.mode, runs, [("runs", ", ".join(map(str, folders)))], [], _commands(runs, keep.mode, None), target
+        title, keep.monitor, keep.better, runs, [("runs", ", ".join(map(str, folders)))], [], _commands(runs, keep.better, None), target
     )
 
 

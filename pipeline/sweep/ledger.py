@@ -80,7 +80,7 @@ class Ledger:
         self.study: Study = optuna.create_study(
             storage=self._opened,
             study_name=config.name,
-            direction="maximize" if config.sweep.mode == "max" else "minimize",
+            direction="maximize" if config.sweep.better == "max" else "minimize",
             pruner=_pruner(config),
             load_if_exists=True,
         )

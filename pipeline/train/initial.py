@@ -9,6 +9,7 @@ a folder of torch DCP         its index is a pickle, of which only the classes t
 import json
 import logging
 import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -161,7 +162,9 @@ def _dcp(path: Path) -> Weights:
 
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
         tensors = {name: torch.empty(described[name].size, dtype=described[name].properties.dtype) for name in names}
-        load_dcp(tensors, storage_reader=_DcpReader(path), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that one process reads it is meant
+            load_dcp(tensors, storage_reader=_DcpReader(path), no_dist=True)
         return tensors
 
     shapes = {name: list(item.size) for name, item in described.items()}

@@ -191,7 +191,7 @@ def finish(training: Training) -> None:
     write_json(folder / TRAINED_ON, dict(training.data.states_identity))
     plot_training(read_metrics(training.folder), training.folder / "training.png", config.name)
     keep, early = config.exp_manager.checkpoint_callback_params, config.exp_manager.early_stopping
-    best = best_first(training.saver.folder, keep.monitor, keep.mode)
+    best = best_first(training.saver.folder, keep.monitor, keep.better)
     if training.stopped_early:
         log.info(
             "stopped early: %s was not better than %.4f in the last %d validation(s), so training ended at step %d of %d",

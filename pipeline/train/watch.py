@@ -110,9 +110,10 @@ class Waited(Protocol):
 
 
 class Clock:
-    """Wall time, and time spent waiting for data, since it was last read; what runs inside `paused` does not count."""
+    """Wall time, and time spent waiting for data, since it was last read; what runs inside `paused` does not count. `reads` counts."""
 
     def __init__(self, feed: Waited) -> None:
+        self.reads = 0
         self._feed = feed
         self._seconds = self._waited = 0.0
         self._begin()
@@ -122,6 +123,7 @@ class Clock:
         self._end()
         read = self._seconds, self._waited
         self._seconds = self._waited = 0.0
+        self.reads += 1
         self._begin()
         return read
 

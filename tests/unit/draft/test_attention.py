@@ -101,3 +101,25 @@ def test_long_contexts_cross_the_kernels_passes() -> None:
         half = [x.bfloat16() for x in (query, key, value, context_key, context_value)]
         rounded = attend(half[0], half[1], half[2], (half[3], half[4]), plan.tiles[window])
         torch.testing.assert_close(rounded.float(), dense, rtol=0.05, atol=0.03)
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes, st.sampled_from([4, 256]))
+def test_tiles_read_no_keys_of_other_documents(shape: dict[str, int], tile_queries: int) -> None:
+    """A packed row costs what its documents cost alone: a tile has blocks of one document, and reads from its start to its last anchor."""
+    batch, size, window = batch_of({**shape, "packed": True}), shape["block_size"], shape["window"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "TILE_QUERIES", tile_queries)
+        plan = plan_tiles(batch, size, {window}, 1)
+    row = torch.arange(len(batch.anchors)).unsqueeze(1)
+    anchors, starts, valid = (field[row, plan.order] for field in (batch.anchors, batch.document_start, batch.block_valid))
+    for tile in plan.tiles[window]:
+        blocks = slice(tile.slots[0] // size, tile.slots[1] // size)
+        if not valid[tile.row, blocks].any():
+            assert tile.shared == tile.rest == (0, 0)
+            continue
+        assert len(set(starts[tile.row, blocks].tolist())) == 1
+        start, last = int(starts[tile.row, blocks][0]), int(anchors[tile.row, blocks].max())
+        read = [key for first, end in (tile.shared, tile.rest) for key in range(first, end)]
+        assert len(read) == len(set(read))
+        assert set(read) <= set(range(start, last))

@@ -88,16 +88,20 @@ def test_frozen_parameters_get_no_gradient_and_the_others_the_same() -> None:
                 torch.testing.assert_close(parameter.grad, exact[name])
 
 
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(2, 4), st.integers(1, 30))
-def test_groups_cover_every_block_once(rows: int, blocks: int, block_size: int, slots: int) -> None:
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(2, 4), st.integers(1, 30))
+def test_groups_cover_every_block_once_and_no_padding_alone(counts: list[int], block_size: int, slots: int) -> None:
+    valid = torch.arange(max(1, *counts, 1)) < torch.tensor(counts).unsqueeze(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "CPU_SLOTS", slots)
-        found = groups.places(rows, blocks, block_size, torch.device("cpu"))
-    covered = torch.zeros(rows, blocks)
+        found = groups.places(valid, block_size)
+    covered = torch.zeros(valid.shape)
     for place in found:
         covered[place] += 1
         assert covered[place].numel() <= max(1, slots // block_size)
-    assert bool((covered == 1).all())
+        assert bool(valid[place].any()) or len(found) == 1
+    assert bool((covered[valid] == 1).all())
+    assert bool((covered <= 1).all())
+    assert found
 
 
 def test_uniform_weights() -> None:

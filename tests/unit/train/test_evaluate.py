@@ -8,7 +8,8 @@ from pipeline.draft.loss import objective
 from pipeline.records import CapturedSample
 from pipeline.runtime.ranks import start_ranks
 from pipeline.train.evaluate import score
-from pipeline.train.step import Learner, Sums, sums_vector
+from pipeline.train.learner import Learner
+from pipeline.train.step import Sums, sums_vector
 from tests.support.samples import HIDDEN, LAYERS, learner, sample
 
 
