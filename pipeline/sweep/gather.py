@@ -181,8 +181,11 @@ def _commands(runs: Sequence[Run], mode: str, again: str | None) -> list[tuple[s
     given, new = shlex.quote(f"{best.folder}/config.yaml"), "exp_manager.explicit_log_dir=runs/again"
     found = [
         (f"Train the best run ({best.name}) again, into a new folder:", f"accelerate launch stages/train_draft.py {given} {new}"),
-        ("Its draft as servers load it was exported when it ended; decode with it:", f"accelerate launch stages/evaluate.py {given}"),
-        ("The export itself:", f"ls {shlex.quote(best.folder + '/export')}"),
+        (
+            "Its draft was exported when it ended, as servers load it. Decode prompts with it and the target:",
+            f"accelerate launch stages/evaluate.py {given} 'evaluate.input_cfg=[{{path: PROMPTS.jsonl}}]'",
+        ),
+        ("Take the export along:", f"cp -r {shlex.quote(best.folder + '/export')} DRAFT"),
     ]
     if again is not None:
         found.append(("Go on with this sweep, also with more trials than before:", f"accelerate launch {again}"))
