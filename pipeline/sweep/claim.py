@@ -53,10 +53,10 @@ class _Described:
     error: PipelineError | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Claims:
     """What choosing needs. `config_of` makes a configuration from words such as `a.b=c`; `deadline` is of `time.monotonic`; `processes`
-    of the launch share what there is to do."""
+    of the launch share what there is to do; `limit`, once it is known, is how many drafts really fit side by side."""
 
     base: Config
     ledger: Ledger
@@ -65,6 +65,7 @@ class Claims:
     device: torch.device
     deadline: float | None
     processes: int
+    limit: int | None = None
     _known: dict[int, _Described] = field(default_factory=dict)
 
     def take_group(self) -> list[Taken]:
@@ -172,6 +173,7 @@ class _Room:
             self._most = section.side_by_side
         elif section.sampler in LEARNING:
             self._most = MOST_WHILE_LEARNING
+        self._most = min(self._most, claims.limit or math.inf)
         unfinished = claims.unfinished()
         if section.side_by_side == "auto" and unfinished is not None:
             self._most = min(self._most, max(1, math.ceil(unfinished / claims.processes)))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from optuna.trial import TrialState
 
 from pipeline.errors import PipelineError, StoppedError, TrainingError
@@ -59,7 +60,8 @@ class Member:
 
 @dataclass(eq=False)
 class Group:
-    """`members` are those that have not ended. `asked` is not empty once the run is to stop; `data` has the layers of all members."""
+    """`members` are those that have not ended. `asked` is not empty once the run is to stop; `data` has the layers of all members.
+    `crowded`: memory did not suffice for all, and some were put back."""
 
     ledger: Ledger
     data: TrainingData
@@ -68,6 +70,7 @@ class Group:
     account: Account
     asked: Sequence[int]
     members: list[Member] = field(default_factory=list)
+    crowded: bool = False
     _seconds: dict[int, float] = field(default_factory=dict)
 
     def train(self, shown: bool) -> None:
@@ -170,8 +173,11 @@ class Group:
         if error is not None:
             self.ledger.set(trial.id, error=error)
         self.ledger.end(trial.id, state, None if state == FAIL else value)
+        self._let_go(member)
+
+    def _let_go(self, member: Member) -> None:
         self.members.remove(member)
-        self._seconds[trial.number] = member.seconds
+        self._seconds[member.trial.number] = member.seconds
         member.stack.close()
 
     def _times(self) -> dict[int, float]:
@@ -183,6 +189,13 @@ class Group:
         with labelled(f"trial {member.trial.number}"):
             try:
                 yield
+            except torch.OutOfMemoryError as error:
+                if len(self.members) == 1:
+                    self._end(member, FAIL, told(error))
+                else:
+                    log.warning("no memory for it beside %d others: it goes on later, from its newest checkpoint", len(self.members) - 1)
+                    self._let_go(member)
+                    self.crowded = True
             except Exception as error:
                 log.error("failed at step %d: %s", member.step, told(error))
                 self._end(member, FAIL, told(error))

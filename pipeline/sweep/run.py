@@ -77,7 +77,8 @@ def sweep(config: Config, launch: Launch, config_of: Callable[[Sequence[str]], C
         claims = Claims(config, ledger, readings, config_of, launch.ranks.device, deadline, launch.processes)
         with sigterm() as asked:
             while trials := claims.take_group():
-                train_side_by_side(trials, ledger, readings, launch, asked)
+                if train_side_by_side(trials, ledger, readings, launch, asked):
+                    claims.limit = max(1, len(trials) // 2)
                 if asked:
                     raise StoppedError("stopped by SIGTERM; the same command goes on from here")
         _say(ledger)
@@ -85,8 +86,9 @@ def sweep(config: Config, launch: Launch, config_of: Callable[[Sequence[str]], C
         ledger.close()
 
 
-def train_side_by_side(trials: Sequence[Taken], ledger: Ledger, readings: Readings, launch: Launch, asked: Sequence[int]) -> None:
-    """Train the trials, which all read the same, until each has ended in the ledger or SIGTERM came (`StoppedError`).
+def train_side_by_side(trials: Sequence[Taken], ledger: Ledger, readings: Readings, launch: Launch, asked: Sequence[int]) -> bool:
+    """Train the trials, which all read the same, until each has ended in the ledger or SIGTERM came (`StoppedError`). Returns whether
+    they were too many for the memory, and some were put back.
 
     Raises `CacheError` when the cache cannot be read: then no trial is to blame, and all go on once it is mended.
     """
@@ -107,7 +109,7 @@ def train_side_by_side(trials: Sequence[Taken], ledger: Ledger, readings: Readin
             if (training := _start(trial, replace(views[trial.number], **shared), ledger, launch.ranks, own)) is not None:
                 started.append((trial, training, own))
         if not started:
-            return
+            return False
         order = started[0][1].order
         feed = SharedFeed(reading.source, order, division_of(config, order, 1), config.data.num_workers)
         stack.callback(feed.close)
@@ -115,7 +117,9 @@ def train_side_by_side(trials: Sequence[Taken], ledger: Ledger, readings: Readin
         account = Account(ledger.folder, [trial.number for trial, _, _ in started], reading)
         members = [Member(trial, training, Clock(feed), own, training.state.step) for trial, training, own in started]
         del started  # a member that has ended is to be free
-        Group(ledger, data, feed, decoding, account, asked, members).train(shown=launch.rank == 0)
+        group = Group(ledger, data, feed, decoding, account, asked, members)
+        group.train(shown=launch.rank == 0)
+        return group.crowded
 
 
 def _start(trial: Taken, data: TrainingData, ledger: Ledger, ranks: Ranks, own: ExitStack) -> Training | None:
