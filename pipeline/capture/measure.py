@@ -17,7 +17,6 @@ import torch
 from pipeline.cache.layout import FINAL
 from pipeline.cache.manifest import Manifest
 from pipeline.cache.writer import ShardWriter
-from pipeline.capture.launch import Launch
 from pipeline.capture.shards import forward_ahead
 from pipeline.capture.sizes import CODECS, ChunkBytes, measure_chunk
 from pipeline.config.schema import Config, ObjectiveSection
@@ -27,6 +26,7 @@ from pipeline.draft.batch import BatchShape, collate
 from pipeline.draft.loss import objective
 from pipeline.draft.model import Draft, DraftConfig
 from pipeline.records import CapturedSample, DraftBatch, TargetBundle, TokenSample
+from pipeline.runtime.launch import Launch
 from pipeline.runtime.ranks import Ranks
 from pipeline.target.load import Target
 

@@ -27,7 +27,6 @@ from pipeline.cache.commit import check_complete, complete, missing_arrays, remo
 from pipeline.cache.layout import CONFIG_COPY, MANIFEST, target_folder, tokenizer_folder
 from pipeline.cache.manifest import Manifest, create_or_compare, read_marker
 from pipeline.capture.identity import expected_manifest, shards_of
-from pipeline.capture.launch import Launch
 from pipeline.capture.locks import capture_lock
 from pipeline.capture.shards import Work, capture_shards
 from pipeline.capture.sizes import free_bytes
@@ -40,6 +39,7 @@ from pipeline.corpus.prepare import prepare
 from pipeline.corpus.prepared import PreparedCorpus
 from pipeline.errors import CacheError, ConfigError
 from pipeline.runtime.files import FolderLock, atomic_file, atomic_folder, write_json
+from pipeline.runtime.launch import Launch
 from pipeline.runtime.logs import Progress
 from pipeline.runtime.provenance import provenance
 from pipeline.runtime.ranks import Ranks

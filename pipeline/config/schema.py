@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from pipeline.config.regenerate import RegenerateSection
 from pipeline.config.section import LayerIds, NonNegative, Positive, Regex, Section
 from pipeline.config.sweep import SweepSection
 from pipeline.config.training import ExpManagerSection, OptimSection, TrainerSection
@@ -28,7 +29,9 @@ class TargetSection(Section):
     trust_remote_code: bool = Field(False, description="run code that the target's folder brings")
     chat_template: str | None = Field(None, description="file with a chat template in place of the tokenizer's own")
     chat_template_kwargs: dict[str, str | bool | int | float | None] = Field(
-        default_factory=dict, description="arguments passed to the chat template, such as enable_thinking"
+        default_factory=dict,
+        description="arguments passed to the chat template, such as enable_thinking; strftime_now: 2025-06-30 is the date for templates "
+        "that write today's",
     )
 
 
@@ -75,14 +78,39 @@ class ModelSection(Section):
     prevent_freeze_params: tuple[Regex, ...] = Field((), description="regular expressions; what they match is trained all the same")
 
 
-class InputSection(Section):
-    """One source of chats."""
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+RowKey = Literal[
+    "messages", "role", "content", "reasoning_content", "tool_calls", "tools", "id", "finish_reason", "text", "input_ids", "loss_mask"
+]
 
-    type: Literal["jsonl"] = Field("jsonl", description="JSON lines")
-    path: str = Field(description="file; `*` and `?` match several, read in sorted order")
+
+class InputSection(Section):
+    """One source of chats, of plain text or of token ids."""
+
+    type: Literal["jsonl", "json", "parquet", "hf", "text", "tokens"] = Field(
+        "jsonl",
+        description="what the files are; hf: a hub id, a folder or Arrow files of `datasets`; tokens: rows with input_ids, in JSONL, JSON, "
+        "Parquet or Arrow by the name's ending; text: see document",
+    )
+    path: str = Field(description="file; `*` and `?` match several, read in sorted order; .gz .bz2 .xz .zst are read through")
+    name: str | None = Field(None, description="hf: which configuration of the dataset")
+    split: str = Field("train", description="hf: which split of the dataset")
     weight: Annotated[float, Field(gt=0)] | None = Field(
         None, description="train_ds only, all entries or none: share of an epoch's samples that come from this entry; default: as they are"
     )
+    max_rows: Positive | None = Field(None, description="rows that are read of all its files together, from the first on; default: all")
+    keys: dict[RowKey, str] = Field(default_factory=dict, description="names that its rows have for messages, role, content, tools, id, …")
+    roles: dict[str, Role] = Field(default_factory=dict, description="what its own names of roles mean, such as {gpt4: assistant}")
+    system: str | None = Field(None, description="system message of chats that have none")
+    document: Literal["file", "line"] = Field("file", description="text: what one document is")
+
+    @model_validator(mode="after")
+    def _fields_of_its_type(self) -> "InputSection":
+        for kind, names in (("hf", ("name", "split")), ("text", ("document",))):
+            for name in names:
+                if self.type != kind and getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is for type {kind} and this entry has type {self.type}")
+        return self
 
 
 class TrainSetSection(Section):
@@ -157,7 +185,19 @@ class DataSection(Section):
     train_ds: TrainSetSection = TrainSetSection()
     validation_ds: ValidationSection = ValidationSection()
     max_tokens: Positive = Field(4096, description="tokens of a sample; what is longer is cut, and counted")
+    too_long: Literal["truncate", "drop"] = Field(
+        "truncate", description="chats of more than max_tokens: cut or left out; a plain text goes on in a further sample, or is left out"
+    )
     min_supervised_tokens: Annotated[int, Field(ge=2)] = Field(2, description="samples with fewer are left out, and counted")
+    drop_duplicates: bool = Field(
+        False,
+        description="leave out samples whose tokens occurred before, and training samples that a validation set has; else only counted",
+    )
+    loss_on: Literal["all_turns", "last_turn"] = Field("all_turns", description="which answers of a chat are supervised")
+    one_sample_per_turn: bool = Field(
+        False, description="every answer becomes a sample of its own, supervised alone; for templates that rewrite earlier turns"
+    )
+    mask_reasoning: bool = Field(False, description="leave reasoning and its marks unsupervised")
     num_proc: Positive | None = Field(None, description="processes that tokenise; default: all cores")
     num_workers: NonNegative = Field(2, description="threads that read the cache ahead of training, a rank")
 
@@ -210,6 +250,7 @@ class Config(Section):
     exp_manager: ExpManagerSection = ExpManagerSection()
     evaluate: EvaluateSection = EvaluateSection()
     sweep: SweepSection = SweepSection()
+    regenerate: RegenerateSection = RegenerateSection()
 
     @model_validator(mode="after")
     def _one_kind_of_micro_batches(self) -> "Config":

@@ -165,7 +165,7 @@ def read_prompts(section: EvaluateSection, template: Template) -> tuple[list[Pro
         elif (question := _up_to_last_user(row.messages)) is None:
             left_out["no user turn"] += 1
         else:
-            prompts.append(Prompt(f"{row.source}/{row.row}", prompt_ids(template, question).tolist()))
+            prompts.append(Prompt(f"{row.source}/{row.row}", prompt_ids(template, question, row.tools).tolist()))
     if not prompts:
         raise CorpusError(
             f"evaluate.input_cfg holds no prompt: {dict(left_out) or 'its files are empty'}. Expected chats with a user turn."

@@ -261,7 +261,8 @@ def test_monitored_metrics_and_folders_in_the_home(tmp_path: Path, monkeypatch: 
 
 
 def test_the_worst_is_not_taken_for_the_best(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("exp_manager: {early_stopping: {monitor: val_loss, mode: max}, checkpoint_callback_params: {mode: min}}")
+    text = "exp_manager: {early_stopping: {monitor: val_loss, mode: max}, checkpoint_callback_params: {mode: min}}"
+    (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
         load_config("corpus", str(tmp_path / "c.yaml"), [])
     assert "early_stopping: mode max would take the worst val_loss for the best; set mode to min" in str(error.value)
