@@ -23,6 +23,7 @@ from pipeline.report.runs import Run, TargetSpeed, leaderboard
 from pipeline.runtime.ranks import Ranks
 from pipeline.sweep.account import FOLDER as GROUPS
 from pipeline.sweep.ledger import SWEEP_CONFIG, Ledger, params_of
+from pipeline.sweep.space import label
 from pipeline.sweep.speed import draft_seconds, target_speed
 from pipeline.train.checkpoint import checkpoints, read_state
 from pipeline.train.watch import read_metrics
@@ -108,7 +109,7 @@ def _of_runs(folders: Sequence[Path], target: TargetSpeed | None, device: torch.
             folder=str(folder),
             state="COMPLETE" if ended else "RUNNING",
             seed=config.trainer.seed,
-            settings={name: values.get(name) for name in differing},
+            settings={name: label(values.get(name)) for name in differing},
             value=state.get("metrics", {}).get(keep.monitor),
             records=records,
             block_size=config.model.draft.block_size,
