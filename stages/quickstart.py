@@ -131,11 +131,12 @@ def make_untrained() -> None:
     import torch
 
     from pipeline.draft.export import export_draft
-    from pipeline.draft.model import Draft, DraftConfig
+    from pipeline.draft.model import Draft
+    from pipeline.draft.published import from_json
 
     shutil.rmtree(UNTRAINED / "export", ignore_errors=True)
     torch.manual_seed(0)
-    config = DraftConfig.from_json(json.loads((TRAIN / "export/config.json").read_text()))
+    config = from_json(json.loads((TRAIN / "export/config.json").read_text()))
     UNTRAINED.mkdir(parents=True, exist_ok=True)
     export_draft(Draft(config), UNTRAINED / "export")
 

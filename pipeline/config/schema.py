@@ -9,10 +9,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from pipeline.config.draft import DraftSection, LatentSection, ObjectiveSection, refused_pair
 from pipeline.config.regenerate import RegenerateSection
 from pipeline.config.section import LayerIds, NonNegative, Positive, Regex, Section
 from pipeline.config.sweep import SweepSection
 from pipeline.config.training import ExpManagerSection, OptimSection, TrainerSection
+
+__all__ = ["Config", "DraftSection", "LatentSection", "ObjectiveSection", "Section"]
 
 
 class TargetSection(Section):
@@ -35,33 +38,6 @@ class TargetSection(Section):
     )
 
 
-class DraftSection(Section):
-    """The draft. Geometry that is not given is the target's own."""
-
-    variant: Literal["dflash"] = Field("dflash", description="which member of the family")
-    target_layer_ids: LayerIds | None = Field(None, description="target layers it reads, in this order; default: all of the cache's")
-    num_hidden_layers: Positive = Field(5, description="depth")
-    block_size: Annotated[int, Field(ge=2)] = Field(16, description="slots of a block, the anchor's included")
-    mask_token_id: int | None = Field(None, description="id fed to slots without a token; must not occur in the corpus")
-    num_attention_heads: Positive | None = Field(None, description="default: the target's")
-    num_key_value_heads: Positive | None = Field(None, description="default: the target's")
-    head_dim: Positive | None = Field(None, description="channels of a head; default: the target's")
-    intermediate_size: Positive | None = Field(None, description="channels inside the MLP; default: the target's")
-    rms_norm_eps: Annotated[float, Field(gt=0)] | None = Field(None, description="default: the target's")
-    rope_theta: Annotated[float, Field(gt=0)] | None = Field(None, description="base of RoPE; default: the target's")
-    attention_bias: bool = Field(False, description="biases in the projections of attention")
-    sliding_window: Positive | None = Field(None, description="context rows a slot can look back; default: all")
-
-
-class ObjectiveSection(Section):
-    """What is minimised (DFLASH §3)."""
-
-    name: Literal["decay", "uniform"] = Field("decay", description="slot weights: exp(-(k-1)/gamma), or 1")
-    gamma: Annotated[float, Field(gt=0)] = Field(7.0, description="decay constant, in slots")
-    num_anchors: Positive = Field(512, description="most anchors drawn from one sample an epoch")
-    anchor_fit: Literal["full", "partial"] = Field("full", description="whether a block must fit before the sample's end")
-
-
 class ModelSection(Section):
     target: TargetSection = TargetSection()
     draft: DraftSection = DraftSection()
@@ -76,6 +52,12 @@ class ModelSection(Section):
         (), description="regular expressions; a parameter whose name one of them matches anywhere is not trained"
     )
     prevent_freeze_params: tuple[Regex, ...] = Field((), description="regular expressions; what they match is trained all the same")
+
+    @model_validator(mode="after")
+    def _pair(self) -> "ModelSection":
+        if reason := refused_pair(self.draft, self.objective):
+            raise ValueError(reason)
+        return self
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -237,6 +219,19 @@ class EvaluateSection(Section):
     input_cfg: tuple[InputSection, ...] = Field((), description="chats; the last user turn is answered")
     max_new_tokens: Positive = Field(128, description="tokens of an answer at most")
     max_prompts: Positive | None = Field(None, description="prompts decoded at most; default: all")
+    temperature: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="answers are also drawn at this temperature, and how much of a block is then kept is reported; 0: greedy alone"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the probability drawn from at a temperature, that of the fewest likeliest tokens that hold it"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of the answers that are drawn")
+
+    @model_validator(mode="after")
+    def _sampled(self) -> "EvaluateSection":
+        if self.top_p < 1 and self.temperature == 0:
+            raise ValueError(f"top_p {self.top_p} is without effect at temperature 0; set temperature too, or leave top_p out")
+        return self
 
     _no_weights = field_validator("input_cfg")(_unweighted)
 

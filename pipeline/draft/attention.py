@@ -6,7 +6,7 @@ slots, with a small one. The two parts are joined by their log-sum-exps.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,15 @@ from pipeline.records import DraftBatch
 # A GPU wants larger products, and its tiles run one after another.
 TILE_QUERIES, DEVICE_TILE_QUERIES = 256, 4096
 
+# Given query [R, Hkv, Q, G, D] and the block's own key [R, Hkv, Q, D] and value [R, Hkv, Q, Dv], attention over context and block.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-def visible(batch: DraftBatch, block_size: int, window: int | None) -> torch.Tensor:
+
+def visible(batch: DraftBatch, block_size: int, window: int | None, causal: bool = False) -> torch.Tensor:
     """The definition: bool [R, 1, N·B, S + N·B], true where a slot (row) sees a context row or a slot (column).
 
     A slot sees the context rows of its document strictly below its anchor (with a `window` W, of those the rows less than W behind
-    itself) and all slots of its own block. A padding block sees its own slots and no context.
+    itself) and all slots of its own block (`causal`: those up to itself). A padding block sees its own slots and no context.
     """
     rows, tokens = batch.input_ids.shape
     slots = torch.arange(block_size, device=batch.anchors.device)
@@ -33,9 +36,15 @@ def visible(batch: DraftBatch, block_size: int, window: int | None) -> torch.Ten
     )
     context = torch.arange(tokens, device=anchors.device)
     sees = _sees_context(anchors, starts, slots.repeat(batch.anchors.shape[1]), context, window) & valid.unsqueeze(-1)
-    block = torch.arange(batch.anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
-    own = (block.unsqueeze(-1) == block).expand(rows, -1, -1)
+    own = _sees_own(batch.anchors.shape[1], block_size, causal, anchors.device).expand(rows, -1, -1)
     return torch.cat((sees, own), dim=-1).unsqueeze(1)
+
+
+def _sees_own(count: int, block_size: int, causal: bool, device: torch.device) -> torch.Tensor:
+    """bool [Q, Q], Q = count · B: whether a slot sees another one of `count` blocks."""
+    block = torch.arange(count, device=device).repeat_interleave(block_size)
+    same = block.unsqueeze(-1) == block
+    return same.tril() if causal else same
 
 
 def _sees_context(
@@ -72,8 +81,8 @@ class Plan:
     tiles: dict[int | None, tuple[Tile, ...]]
 
 
-def plan_tiles(batch: DraftBatch, block_size: int, windows: set[int | None], queries_per_slot: int) -> Plan:
-    """Tiles for every window in `windows`. `queries_per_slot` is the number of heads that share one KV head."""
+def plan_tiles(batch: DraftBatch, block_size: int, windows: set[int | None], queries_per_slot: int, causal: bool = False) -> Plan:
+    """Tiles for every window in `windows`. `queries_per_slot` is the number of heads that share one KV head; `causal` as in `visible`."""
     limit = torch.iinfo(torch.int64).max
     # Padding goes last, so that a batch with ascending anchors is in order already.
     order = torch.where(batch.block_valid, batch.anchors, limit).argsort(dim=1, stable=True)
@@ -93,7 +102,7 @@ def plan_tiles(batch: DraftBatch, block_size: int, windows: set[int | None], que
                 else:
                     shared, rest = (0, 0), (max(low, anchors[first] - window + 1), high)
                 rest = rest if rest[0] < rest[1] else (0, 0)
-                mask = _tile_mask(fields[:2, row, first:last], rest, block_size, window)
+                mask = _tile_mask(fields[:2, row, first:last], rest, block_size, window, causal)
                 found.append(Tile(row, (first * block_size, last * block_size), shared, rest, mask))
         tiles[window] = tuple(found)
     return Plan(order, tiles)
@@ -109,24 +118,28 @@ def _runs(starts: list[int], valid: list[int], per_tile: int) -> Iterator[tuple[
             first = block
 
 
-def _tile_mask(blocks: torch.Tensor, rest: tuple[int, int], block_size: int, window: int | None) -> torch.Tensor:
+def _tile_mask(blocks: torch.Tensor, rest: tuple[int, int], block_size: int, window: int | None, causal: bool) -> torch.Tensor:
     """bool [T·B, T·B + rest]; `blocks` int64 [2, T], anchors and document starts."""
     count, device = blocks.shape[1], blocks.device
     anchors, starts = blocks.repeat_interleave(block_size, dim=1)
-    block = torch.arange(count, device=device).repeat_interleave(block_size)
     slots = torch.arange(block_size, device=device).repeat(count)
     sees = _sees_context(anchors, starts, slots, torch.arange(*rest, device=device), window)
-    return torch.cat((block.unsqueeze(-1) == block, sees), dim=-1)
+    return torch.cat((_sees_own(count, block_size, causal, device), sees), dim=-1)
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: tuple[torch.Tensor, torch.Tensor], tiles: tuple[Tile, ...]
 ) -> torch.Tensor:
-    """Attention of all blocks: query [R, Hkv, N·B, G, D] (G heads share a KV head), key and value [R, Hkv, N·B, D], in the plan's
-    order; context keys and values [R, Hkv, C, D]. Returns [R, Hkv, N·B, G, D]."""
+    """Attention of all blocks: query [R, Hkv, N·B, G, D] (G heads share a KV head), key [R, Hkv, N·B, D] and value [R, Hkv, N·B, Dv],
+    in the plan's order; context keys and values of the same channels, [R, Hkv, C, ·]. Returns [R, Hkv, N·B, G, Dv]; the scale is D^-½."""
     if query.device.type == "cpu":
-        result: torch.Tensor = _CpuTiles.apply(query.contiguous(), key, value, *context, tiles)  # type: ignore[no-untyped-call]
-        return result
+        channels, size = value.shape[-1], max(query.shape[-1], value.shape[-1])
+        if query.shape[-1] < size:
+            query = query * (size / query.shape[-1]) ** 0.5  # torch takes size^-½ for the scale
+        # torch's CPU kernels want keys and values of one size, and zeros change neither.
+        query, key, value, *cached = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value, *context))
+        result: torch.Tensor = _CpuTiles.apply(query.contiguous(), key, value, *cached, tiles)  # type: ignore[no-untyped-call]
+        return result[..., :channels]
     return _portable(query, key, value, context, tiles)
 
 

@@ -21,8 +21,9 @@ def plot_training(records: Records, path: Path, title: str) -> None:
     """
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     loss, acceptance, slots = figure.subplots(1, 3)
-    _lines(loss, records, {"loss": "training", "val_loss": "validation"}, "loss (cross-entropy, weighted mean)")
+    _lines(loss, records, {"loss": "training", "val_loss": "validation"}, "loss (weighted mean)")
     shown = {"accept_len": "training", "val_accept_len": "validation", "val_walk_accept_len": "validation, walk"}
+    shown |= {"base_accept_len": "training, before the correction", "val_base_accept_len": "validation, before the correction"}
     _lines(acceptance, records, shown, "acceptance length (tokens a step)")
     for key, label in (("accuracy_by_slot", "training"), ("val_accuracy_by_slot", "validation")):
         newest = next((record for record in reversed(records) if record.get(key)), None)

@@ -111,9 +111,9 @@ class Group:
 
     def _advance(self, member: Member, readings: Sequence[Reading]) -> None:
         training = member.training
-        draw, shape = training.draw(), training.shape
+        draw, shape, prefixes = training.draw(), training.shape, training.prefixes()
         with self._own_fault(member), member.timed(), member.clock.running():
-            advance(training, (reading.batch(draw, shape) for reading in readings), len(readings), member.clock, False)
+            advance(training, (reading.batch(draw, shape, prefixes) for reading in readings), len(readings), member.clock, False)
 
     def _validate(self, members: Sequence[Member]) -> None:
         """From one reading of the validation sets for all; reported by all before any of them is judged."""

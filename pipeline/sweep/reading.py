@@ -27,7 +27,8 @@ class Readings:
 
     def base(self, config: Config) -> TrainingData:
         """The data of `config` before any draft has a say. Raises `CacheError` for a cache that cannot be read or lacks a layer."""
-        key = _text([config.data.model_dump(mode="json"), config.model.target.model_dump(mode="json"), config.cache_path])
+        final = config.model.objective.needs_final
+        key = _text([final, config.data.model_dump(mode="json"), config.model.target.model_dump(mode="json"), config.cache_path])
         if key not in self._open:
             draft = config.model.draft.model_copy(update={"target_layer_ids": self._layers})
             self._open[key] = open_cache(config.model_copy(update={"model": config.model.model_copy(update={"draft": draft})}))
@@ -40,8 +41,8 @@ class Readings:
         return replace(
             base,
             layer_ids=draft.target_layer_ids or cached.cache.manifest.layer_ids,
-            usable=cached.usable(draft.block_size, config.model.objective.anchor_fit),
-            usable_partial=cached.usable(draft.block_size, "partial"),
+            usable=cached.usable(draft, config.model.objective.anchor_fit),
+            usable_partial=cached.usable(draft, "partial"),
         )
 
     def key(self, config: Config) -> str:
@@ -63,16 +64,17 @@ class Readings:
 
 
 class SharedReading:
-    """`source` reads from `base` the layers that several drafts need together, once for all of them, and counts what that took.
+    """`source` reads from `base` the layers (and the final hidden state) that several drafts need together, once for all of them, and
+    counts what that took.
 
     Samples come from it unpacked, on `device`.
     """
 
-    def __init__(self, base: TrainingData, layer_ids: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, base: TrainingData, layer_ids: tuple[int, ...], final: bool, device: torch.device) -> None:
         self.layer_ids, self._device = layer_ids, device
         self._cache = _cached(base).cache
         self._bytes_before = self._cache.bytes_read
-        self._source = _cached(base).source(layer_ids)
+        self._source = _cached(base).source(layer_ids, final)
         self._lock = threading.Lock()
         self.seconds = 0.0
         self.tokens = 0

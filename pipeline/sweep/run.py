@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from pipeline.sweep.group import Group, Member, told
 from pipeline.sweep.ledger import COMPLETE, FAIL, PRUNED, RUNNING, SWEEP_CONFIG, WAITING, Ledger
 from pipeline.sweep.memory import num_parameters
 from pipeline.sweep.reading import Readings, SharedFeed, SharedReading
-from pipeline.sweep.space import label, of_all_layers, overrides
+from pipeline.sweep.space import of_all_layers, overrides
 from pipeline.train.data import TrainingData, division_of, training_order, validation_sets
 from pipeline.train.decoding import ShortDecoding
 from pipeline.train.learner import check_compiler
@@ -92,11 +92,13 @@ def train_side_by_side(trials: Sequence[Taken], ledger: Ledger, readings: Readin
 
     Raises `CacheError` when the cache cannot be read: then no trial is to blame, and all go on once it is mended.
     """
-    config, device = trials[0].config, launch.ranks.device
+    # Of several, one that needs the final hidden state, if there is one: what is opened for it serves the others too.
+    config = max((trial.config for trial in trials), key=lambda config: config.model.objective.needs_final)
+    device = launch.ranks.device
     views = {trial.number: readings.of(trial.config) for trial in trials}
     layers = tuple(dict.fromkeys(layer for view in views.values() for layer in view.layer_ids))
     base = readings.base(config)
-    reading = SharedReading(base, layers, device)
+    reading = SharedReading(base, layers, config.model.objective.needs_final, device)
     compute = torch.bfloat16 if config.trainer.precision == "bf16-mixed" else torch.float32
     shared: dict[str, Any] = {"source": reading.source, "bundle": base.bundle.to(device, compute)}  # the bundle is there once, for all
     data = replace(base, layer_ids=layers, **shared)
@@ -146,14 +148,19 @@ def _layers(config: Config) -> tuple[int, ...] | None:
 
 
 def _open_all(config: Config, readings: Readings, config_of: Callable[[Sequence[str]], Config]) -> dict[str, TrainingData]:
-    """The caches that trials can read, by path: opened now, so that a fault is told before anything is trained."""
-    values = config.sweep.space.get("data.cache")
-    configs = [config_of(overrides({"data.cache": path})) for path in values.choice or ()] if values is not None else [config]
-    opened = {str(label(one.cache_path)): readings.base(one) for one in configs}
+    """The caches that trials can read, by path: opened now, with every value of a choice by itself, so that a cache that lacks something
+    is told before anything is trained."""
+    space = config.sweep.space
+    configs = [] if "data.cache" in space else [config]
+    for name, values in space.items():
+        for value in values.choice or () if name == "data.cache" or "data.cache" not in space else ():
+            with suppress(ConfigError):  # what only goes with other values of the space is checked with the trial
+                configs.append(config_of(overrides({name: value})))
+    opened = {str(one.cache_path): readings.of(one) for one in configs if one.cache_path is not None}
     for path, data in opened.items():
         if not validation_sets(data):
             raise ConfigError(
-                f"the cache {path} has no validation samples, which trials are compared by; capture it with data.validation_ds."
+                f"the cache {path} has no validation samples, which trials are compared by; set data.validation_ds at capture."
             )
     return opened
 

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 from pipeline.config.schema import Config
 from pipeline.draft.export import load_draft
-from pipeline.draft.loss import embed_blocks
 from pipeline.draft.serving import Serving
+from pipeline.draft.slots import embed_blocks, likeliest
 from pipeline.errors import PipelineError
 from pipeline.records import TargetBundle
 from pipeline.report.runs import TargetSpeed
@@ -47,7 +47,7 @@ def draft_seconds(export: Path, bundle: TargetBundle, device: torch.device) -> f
 
     def step() -> None:
         serving.extend(torch.zeros(1, 2, width, dtype=dtype, device=device))
-        (serving.hidden(embed_blocks(block, bundle).to(dtype)).to(bundle.head.dtype) @ bundle.head.T).argmax(dim=-1)
+        draft.variant.propose(draft, serving.hidden(embed_blocks(block, bundle).to(dtype)), block[:, 0], bundle, likeliest)
 
     return _median(step, device)
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.cache.reader import Cache
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, DraftSection
 from pipeline.corpus.chat import load_saved_tokenizer
 from pipeline.corpus.entries import entries_of
 from pipeline.draft.anchors import Fit, has_usable_anchor
@@ -111,14 +111,14 @@ class CachedSamples:
             max_tokens,
         )
 
-    def usable(self, block_size: int, fit: Fit) -> NDArray[np.bool_]:
+    def usable(self, draft: DraftSection, fit: Fit) -> NDArray[np.bool_]:
         """bool [n], whether a sample has a usable anchor."""
-        return has_usable_anchor(self.spans, self.offsets, self.num_tokens, block_size, fit)[self.order]
+        return has_usable_anchor(self.spans, self.offsets, self.num_tokens, draft.block_size, fit, draft.label_shift)[self.order]
 
-    def source(self, layer_ids: tuple[int, ...]) -> Source:
-        """Samples with the states of `layer_ids`."""
+    def source(self, layer_ids: tuple[int, ...], final: bool) -> Source:
+        """Samples with the states of `layer_ids`, and the final hidden state if asked for."""
         cache, order, max_tokens = self.cache, self.order, self.max_tokens
-        return lambda numbers: [cache.read(int(order[n]), layer_ids, max_tokens=max_tokens, dequantise=False) for n in numbers]
+        return lambda numbers: [cache.read(int(order[n]), layer_ids, final, max_tokens=max_tokens, dequantise=False) for n in numbers]
 
 
 def training_order(data: TrainingData, config: Config) -> Order:
@@ -173,20 +173,21 @@ def validation_sets(data: TrainingData) -> dict[str, list[int]]:
 def open_cache(config: Config) -> TrainingData:
     """Samples and states of the cache, each cut to `data.max_tokens`; the target itself is not needed."""
     wanted, max_tokens = config.model.draft.target_layer_ids, config.data.max_tokens
-    cache = Cache.open(str(config.cache_path), wanted)
+    final = config.model.objective.needs_final
+    cache = Cache.open(str(config.cache_path), wanted, final)
     check_cache(config, cache)
     layer_ids, index = wanted or cache.manifest.layer_ids, cache.index
     samples = CachedSamples.of(cache, max_tokens)
     order, num_tokens = samples.order, samples.num_tokens
     return TrainingData(
-        source=samples.source(layer_ids),
+        source=samples.source(layer_ids, final),
         any_thread=True,
         split=np.array(index.splits)[index.split][order],
         source_code=index.source[order],
         source_names=index.sources,
         num_tokens=num_tokens[order],
-        usable=samples.usable(config.model.draft.block_size, config.model.objective.anchor_fit),
-        usable_partial=samples.usable(config.model.draft.block_size, "partial"),
+        usable=samples.usable(config.model.draft, config.model.objective.anchor_fit),
+        usable_partial=samples.usable(config.model.draft, "partial"),
         bundle=cache.bundle(),
         layer_ids=layer_ids,
         dtype=DTYPES[cache.manifest.dtype],
@@ -206,5 +207,6 @@ def usable_samples(
     config: Config, spans: NDArray[np.int32], offsets: NDArray[np.int64], num_tokens: NDArray[np.int64]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Which samples have a usable anchor: as configured, and with partial blocks."""
-    size, fit = config.model.draft.block_size, config.model.objective.anchor_fit
-    return has_usable_anchor(spans, offsets, num_tokens, size, fit), has_usable_anchor(spans, offsets, num_tokens, size, "partial")
+    size, fit, shift = config.model.draft.block_size, config.model.objective.anchor_fit, config.model.draft.label_shift
+    as_configured = has_usable_anchor(spans, offsets, num_tokens, size, fit, shift)
+    return as_configured, has_usable_anchor(spans, offsets, num_tokens, size, "partial", shift)

@@ -28,6 +28,9 @@ Source = Callable[[Sequence[int]], list[CapturedSample]]
 Draw = Callable[[TokenSample, int], NDArray[np.int64]]
 """Anchors of a sample, ascending, the nth time (from 0) that it is trained on. Without weights that is the epoch."""
 
+Prefixes = Callable[[TokenSample, int, NDArray[np.int64]], NDArray[np.int64]]
+"""How many slots of each anchor's block are visible, for an objective that draws that, the nth time too."""
+
 Ready = Callable[[int, Sequence[int]], None]
 """Called with the epoch and the samples of each global batch before any of them is read, by all ranks and in the caller's thread."""
 
@@ -44,10 +47,14 @@ class Reading:
     cycles: Sequence[int]
     rows: Rows
 
-    def batch(self, draw: Draw, shape: BatchShape) -> DraftBatch:
-        """As the draft of `shape` sees it, with its own anchors."""
+    def batch(self, draw: Draw, shape: BatchShape, prefixes: Prefixes | None) -> DraftBatch:
+        """As the draft of `shape` sees it, with its own anchors, and visible prefixes where its objective draws them."""
         anchors = [draw(sample.tokens, cycle) for sample, cycle in zip(self.samples, self.cycles, strict=True)]
-        return collate(self.samples, anchors, shape, self.rows)
+        visible = None
+        if prefixes is not None:
+            drawn = zip(self.samples, self.cycles, anchors, strict=True)
+            visible = [prefixes(sample.tokens, cycle, at) for sample, cycle, at in drawn]
+        return collate(self.samples, anchors, shape, self.rows, visible)
 
 
 def read(source: Source, batch: GlobalBatch, rows: Rows) -> Reading:
@@ -68,9 +75,18 @@ class Feed:
     for (and by the caller's thread, which a live target needs). `waited_seconds` sums the time that the caller waited.
     """
 
-    def __init__(self, source: Source, draw: Draw, shape: BatchShape, num_workers: int, ready: Ready | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        draw: Draw,
+        shape: BatchShape,
+        num_workers: int,
+        ready: Ready | None = None,
+        prefixes: Prefixes | None = None,
+    ) -> None:
         self.waited_seconds = 0.0
-        self._source, self._draw, self._shape, self._num_workers, self._ready = source, draw, shape, num_workers, ready
+        self._source, self._draw, self._shape, self._num_workers = source, draw, shape, num_workers
+        self._ready, self._prefixes = ready, prefixes
 
     def micro_batches(self, order: Order, start: Position, division: Division, dp_rank: int) -> Iterator[DraftBatch]:
         """`num_micro_batches` batches for each optimizer step from `start` on, on the CPU unless the source's samples lie elsewhere."""
@@ -95,7 +111,7 @@ class Feed:
             yield batch
 
     def _make(self, batch: GlobalBatch, rows: Rows) -> DraftBatch:
-        return read(self._source, batch, rows).batch(self._draw, self._shape)
+        return read(self._source, batch, rows).batch(self._draw, self._shape, self._prefixes)
 
 
 def num_micro_batches(order: Order, position: Position, division: Division) -> int:

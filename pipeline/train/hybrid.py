@@ -24,6 +24,7 @@ from pipeline.capture.run import capture_some, check_disk, open_target, planned
 from pipeline.capture.shards import Work
 from pipeline.config.schema import Config
 from pipeline.draft.config import DraftConfig
+from pipeline.errors import ConfigError
 from pipeline.records import CapturedSample
 from pipeline.runtime.files import wait_for
 from pipeline.runtime.ranks import Ranks
@@ -38,7 +39,14 @@ WINDOWS_OPEN = 3
 
 @contextmanager
 def open_hybrid(config: Config, ranks: Ranks) -> Iterator[TrainingData]:
-    """The samples of the corpus, captured as training needs them, for as long as the block runs. Every rank must call it."""
+    """The samples of the corpus, captured as training needs them, for as long as the block runs. Every rank must call it.
+
+    Raises `ConfigError` for an objective that needs the final hidden state where `capture.final` does not keep it.
+    """
+    if config.model.objective.needs_final and not config.capture.final:
+        raise ConfigError(
+            f"model.objective.name is {config.model.objective.name}, which needs the final hidden state: set capture.final=true."
+        )
     with planned(config, ranks, may_end_early=True) as (work, needs_target):
         draft = config.model.draft
         text: Any = read_config(config.model.target).get_text_config(decoder=True)
@@ -79,9 +87,9 @@ class _Part:
         assert len(places) == len(numbers)
         return cls(cache, numbers, places)
 
-    def read(self, number: int, layer_ids: Sequence[int]) -> CapturedSample:
+    def read(self, number: int, layer_ids: Sequence[int], final: bool) -> CapturedSample:
         place = self.places[np.searchsorted(self.numbers, number)]
-        return self.cache.read(int(place), layer_ids, dequantise=False)
+        return self.cache.read(int(place), layer_ids, final, dequantise=False)
 
 
 class _States:
@@ -129,7 +137,8 @@ class _States:
 
     def read(self, numbers: Sequence[int]) -> list[CapturedSample]:
         """From committed shards; safe from several threads."""
-        return [(self._whole or self._window(int(self.windows[n]))).read(n, self._layer_ids) for n in numbers]
+        final = self._config.model.objective.needs_final
+        return [(self._whole or self._window(int(self.windows[n]))).read(n, self._layer_ids, final) for n in numbers]
 
     def live(self, numbers: Sequence[int]) -> list[CapturedSample]:
         """By a forward of the target, as online mode has them."""

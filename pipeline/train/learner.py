@@ -27,7 +27,11 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.schema import Config, ObjectiveSection
 from pipeline.config.training import TrainerSection
-from pipeline.draft.model import Attend, Draft, Rotation
+from pipeline.draft.attention import Attend
+from pipeline.draft.loss import layout_of
+from pipeline.draft.metrics import Layout
+from pipeline.draft.model import Draft
+from pipeline.draft.qwen3 import Rotation
 from pipeline.errors import ConfigError, LaunchError
 from pipeline.records import TargetBundle
 from pipeline.runtime.ranks import Ranks
@@ -48,6 +52,11 @@ class Learner:
     objective: ObjectiveSection
     accelerator: Accelerator
     ranks: Ranks
+
+    @property
+    def layout(self) -> Layout:
+        """Which sums a step has."""
+        return layout_of(self.draft.config, self.objective)
 
     @property
     def is_divided(self) -> bool:

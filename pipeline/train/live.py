@@ -35,7 +35,7 @@ def open_live(config: Config, ranks: Ranks) -> TrainingData:
     order, fields = corpus_fields(config, corpus, text.vocab_size)
     layer_ids = draft.target_layer_ids or resolve_layer_ids(section, draft, text.num_hidden_layers)
     target_is = target_fields(section)
-    target = load_target(section, ranks, layer_ids, final=False)
+    target = load_target(section, ranks, layer_ids, final=config.model.objective.needs_final)
     bundle = bundle_of(target)
     DraftConfig.build(draft, bundle, layer_ids, fields["special_ids"])  # an error in it comes first
     check_padding(target)

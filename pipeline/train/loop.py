@@ -57,7 +57,8 @@ def steps_to_the_end(training: Training) -> bool:
     """Optimizer steps until the training has finished, or until SIGTERM: then False, with a checkpoint on its way to the disk."""
     config, data, ranks, order = training.config, training.data, training.ranks, training.order
     decoding = ShortDecoding.load(config, ranks, _to_validate_on(training)) if config.trainer.val_decode_prompts else None
-    feed = Feed(data.source, training.draw(), training.shape, config.data.num_workers if data.any_thread else 0, data.ready)
+    num_workers = config.data.num_workers if data.any_thread else 0
+    feed = Feed(data.source, training.draw(), training.shape, num_workers, data.ready, training.prefixes())
     division = division_of(config, order, ranks.dp_size)
     batches = feed.micro_batches(order, training.state.position, division, ranks.dp_rank)
     if validation_due(training) and not training.state.metrics:  # SIGTERM came at this step, and there was no time
@@ -86,7 +87,8 @@ def advance(training: Training, batches: Iterator[DraftBatch], count: int, clock
     trainer, state, num_steps = training.config.trainer, training.state, training.num_steps
     rate = learning_rate(training.config.model.optim, state.step, num_steps)
     # A checkpoint that could not be written is told to all ranks where they save, so they go there.
-    step = train_step(training.learner, batches, count, rate, trainer.gradient_clip_val, stop or training.saver.failed)
+    asked = stop or training.saver.failed
+    step = train_step(training.learner, batches, count, rate, trainer.gradient_clip_val, asked, state.step / num_steps)
     if trainer.ema_decay is not None:
         training.learner.update_average(trainer.ema_decay, state.step)
     training.state = replace(
@@ -95,7 +97,7 @@ def advance(training: Training, batches: Iterator[DraftBatch], count: int, clock
         position=training.order.after(state.position),
         samples_seen=state.samples_seen + step.sums.samples,
         tokens_seen=state.tokens_seen + step.sums.tokens,
-        window=(Sums(state.window) + step.sums).values,
+        window=(Sums(state.window, step.sums.layout) + step.sums).values,
         metrics={},
     )
     if training.state.step % trainer.log_every_n_steps == 0 or training.state.step == num_steps:
@@ -106,7 +108,7 @@ def advance(training: Training, batches: Iterator[DraftBatch], count: int, clock
 def _log(training: Training, step: Step, rate: float, clock: Clock) -> None:
     """Record the sums since the last line, and begin new ones."""
     state = training.state
-    window = Sums(state.window)
+    window = Sums(state.window, training.learner.layout)
     seconds, waited = clock.read()
     if training.ranks.is_main:
         metrics = {
@@ -124,7 +126,7 @@ def _log(training: Training, step: Step, rate: float, clock: Clock) -> None:
         advice = bound_by_reading(waited / seconds, training.config.data.num_workers)
         if advice and training.data.any_thread and clock.reads > 1:  # the first steps wait for the first batch, and for much besides
             log.warning(advice)
-    training.state = replace(state, window=Sums.zero(training.shape.block_size).values)
+    training.state = replace(state, window=Sums.zero(training.learner.layout).values)
 
 
 def save_every(training: Training) -> int:

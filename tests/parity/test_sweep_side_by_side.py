@@ -33,7 +33,7 @@ def _captured(folder: Path, target: Path, chats: Path, codec: str) -> Path:
 
 def _same_as_alone(sweep_folder: Path, alone: Path) -> int:
     """Train every trial again by the command that the report gives, and compare."""
-    runs = sorted((sweep_folder / "trials").iterdir())
+    runs = [run for run in sorted((sweep_folder / "trials").iterdir()) if (run / "export").is_dir()]
     for run in runs:
         found = load_config("train", str(run / "config.yaml"), [f"exp_manager.explicit_log_dir={alone / run.name}"])
         assert train(found, start_ranks(1, None, 1))
@@ -44,6 +44,20 @@ def _same_as_alone(sweep_folder: Path, alone: Path) -> int:
             assert (ours / name).read_bytes() == (theirs / name).read_bytes()
         assert (run / "export/model.safetensors").read_bytes() == (alone / run.name / "export/model.safetensors").read_bytes()
     return len(runs)
+
+
+@pytest.mark.slow
+def test_members_of_the_family_and_objectives_side_by_side(tmp_path: Path, tiny_target: Path, chats: Path) -> None:
+    """One of them needs the final hidden state, and one draws visible prefixes."""
+    folder = tmp_path / "captured"
+    capture(config(folder, tiny_target, chats, capture__final=True, model__target__layer_ids=[1, 4]), start_ranks(1, None, 1))
+    space = {
+        "model.draft.variant": {"choice": ["dflash", "dflash2", "domino"]},
+        "model.objective.name": {"choice": ["decay", "distill", "variable_prefix"]},
+    }
+    changes = {"model__objective": {"num_anchors": 6, "gamma": 2.0, "anchor_fit": "partial"}, "trainer__val_check_interval": 8}
+    run_sweep(write_sweep(tmp_path, tiny_target, chats, folder / "cache", {"space": space}, **changes))
+    assert _same_as_alone(tmp_path / "sweep", tmp_path / "alone") >= 5
 
 
 @pytest.mark.slow

@@ -3,14 +3,14 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
 from pipeline.config.schema import ObjectiveSection
-from pipeline.draft.anchors import usable_anchors
+from pipeline.draft.anchors import draw_prefixes, usable_anchors
 from pipeline.draft.batch import BatchShape, collate
 from pipeline.records import CapturedSample, DraftBatch
 from pipeline.runtime.ranks import start_ranks
@@ -20,9 +20,16 @@ from tests.support.samples import HIDDEN, LAYERS, captured, learner, sample
 
 SHAPE = BatchShape(LAYERS, 4, HIDDEN, torch.float32)
 
-OBJECTIVES: Mapping[str, Mapping[str, Any]] = {"decay": {"gamma": 2.0}, "uniform": {}}
+OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
+    "decay": {"gamma": 2.0},
+    "uniform": {},
+    "dpace": {"dpace_alpha": 0.3},
+    "variable_prefix": {"gamma": 2.0},
+    "distill": {"gamma": 2.0, "temperature": 1.5},
+}
 """Every name that `model.objective.name` can be, with settings; one that is added needs a row here."""
 
+PARTIAL = ObjectiveSection(anchor_fit="partial")
 Rows = list[list[int]]  # of a batch: samples by row
 AT_ONCE: list[Rows] = [[[0], [1], [2], [3], [4]]]
 GROUPINGS: Mapping[str, list[Rows]] = {
@@ -46,13 +53,15 @@ def _samples() -> list[CapturedSample]:
     return [*captured(4, seed=4), short]
 
 
-def _batch(samples: Sequence[CapturedSample], rows: Rows | None = None, fit: Literal["full", "partial"] = "partial") -> DraftBatch:
+def _batch(samples: Sequence[CapturedSample], rows: Rows | None = None, section: ObjectiveSection = PARTIAL) -> DraftBatch:
     """The batch of `rows`, which number all samples; of all of them, one a row, by default."""
     rows = [[place] for place in range(len(samples))] if rows is None else rows
     chosen = [samples[place] for row in rows for place in row]
-    anchors = [usable_anchors(s.tokens.spans, s.tokens.num_tokens, 4, fit) for s in chosen]
+    anchors = [usable_anchors(s.tokens.spans, s.tokens.num_tokens, 4, section.anchor_fit) for s in chosen]
+    prefixes = [draw_prefixes(0, 0, s.tokens.sample_id, at, 4, 0.9) for s, at in zip(chosen, anchors, strict=True)]
     places = itertools.count()
-    return collate(chosen, anchors, SHAPE, [[next(places) for _ in row] for row in rows])
+    numbered = [[next(places) for _ in row] for row in rows]
+    return collate(chosen, anchors, SHAPE, numbered, prefixes if section.name == "variable_prefix" else None)
 
 
 def _step(batches: Sequence[DraftBatch], section: ObjectiveSection) -> tuple[torch.Tensor, Sums]:
@@ -63,7 +72,7 @@ def _step(batches: Sequence[DraftBatch], section: ObjectiveSection) -> tuple[tor
 
 
 def _grouped(grouping: list[Rows], section: ObjectiveSection) -> tuple[torch.Tensor, Sums]:
-    return _step([_batch(_samples(), rows, section.anchor_fit) for rows in grouping], section)
+    return _step([_batch(_samples(), rows, section) for rows in grouping], section)
 
 
 def _close(found: tuple[torch.Tensor, Sums], expected: tuple[torch.Tensor, Sums]) -> None:

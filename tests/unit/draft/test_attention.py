@@ -49,17 +49,23 @@ def test_visible_key_by_key(shape: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("backend", [attend, attention._portable])
 @settings(max_examples=25, deadline=None)
-@given(shape=shapes, heads=st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]), tile_queries=st.sampled_from([1, 12, 256]))
+@given(
+    shape=shapes,
+    heads=st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]),
+    tile_queries=st.sampled_from([1, 12, 256]),
+    value_size=st.sampled_from([5, 8, 11]),
+)
 def test_tiles_agree_with_the_dense_mask(
-    backend: Callable[..., torch.Tensor], shape: dict[str, int], heads: tuple[int, int], tile_queries: int
+    backend: Callable[..., torch.Tensor], shape: dict[str, int], heads: tuple[int, int], tile_queries: int, value_size: int
 ) -> None:
     batch, size, window = batch_of(shape), shape["block_size"], shape["window"]
     (kv_heads, group), head_dim, (rows, blocks) = heads, 8, batch.anchors.shape
     generator = torch.Generator().manual_seed(shape["seed"])
     query = torch.randn(rows, kv_heads, blocks * size, group, head_dim, generator=generator, requires_grad=True)
-    own = [torch.randn(rows, kv_heads, blocks * size, head_dim, generator=generator, requires_grad=True) for _ in range(2)]
-    context = [torch.randn(rows, kv_heads, batch.input_ids.shape[1], head_dim, generator=generator, requires_grad=True) for _ in range(2)]
-    weight = torch.randn(query.shape, generator=generator)
+    sizes, tokens = (head_dim, value_size), batch.input_ids.shape[1]
+    own = [torch.randn(rows, kv_heads, blocks * size, channels, generator=generator, requires_grad=True) for channels in sizes]
+    context = [torch.randn(rows, kv_heads, tokens, channels, generator=generator, requires_grad=True) for channels in sizes]
+    weight = torch.randn(*query.shape[:-1], value_size, generator=generator)
 
     keys, values = (torch.cat((rows_of, slots), dim=2) for rows_of, slots in zip(context, own, strict=True))
     mask = visible(batch, size, window).unsqueeze(2)
