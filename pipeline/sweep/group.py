@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from optuna.trial import TrialState
 
-from pipeline.errors import PipelineError, StoppedError, TrainingError
+from pipeline.errors import CheckpointError, PipelineError, StoppedError, TrainingError
 from pipeline.runtime.logs import Progress, labelled
 from pipeline.sweep.account import Account
 from pipeline.sweep.claim import Taken
@@ -128,10 +128,13 @@ class Group:
         share = (time.perf_counter() - begin) / len(members)
         for member, (_, draft), metrics in zip(members, drafts, found, strict=True):
             member.seconds += share
+            value = None
             with self._own_fault(member), member.timed():
                 decoded = self.decoding.measure(draft) if self.decoding is not None else {}
                 take_validation(member.training, metrics | decoded)
-                self.ledger.report(member.trial.id, member.step, self._monitored(member))
+                value = self._monitored(member)
+            if value is not None:
+                self.ledger.report(member.trial.id, member.step, value)
         for member in members:
             if member in self.members and not member.training.finished and self.ledger.falls_behind(member.trial.id):
                 log.info("trial %d is ended at step %d: it falls behind", member.trial.number, member.step)
@@ -155,7 +158,9 @@ class Group:
     def _end_finished(self) -> None:
         for member in [m for m in self.members if m.training.finished]:
             with self._own_fault(member):
+                self._monitored(member)
                 finish(member.training)
+            if member in self.members:
                 self._end(member, COMPLETE)
 
     def _stop(self) -> None:
@@ -185,10 +190,12 @@ class Group:
 
     @contextmanager
     def _own_fault(self, member: Member) -> Iterator[None]:
-        """An error inside is the trial's own: it is recorded, and the others go on."""
+        """An error inside is the trial's own: it is recorded, and the others go on. One of the disk is everyone's, and passes through."""
         with labelled(f"trial {member.trial.number}"):
             try:
                 yield
+            except (OSError, CheckpointError):
+                raise
             except torch.OutOfMemoryError as error:
                 if len(self.members) == 1:
                     self._end(member, FAIL, told(error))

@@ -20,6 +20,7 @@ not in the ledger: it holds the lock of the trial's folder.
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class Ledger:
 
     def __init__(self, config: Config) -> None:
         """Open the study, or begin it. Raises `ConfigError` when it is one of another sweep."""
+        _check_installed(config.sweep.sampler)
         self.folder = Path(config.log_dir)
         self.section: SweepSection = config.sweep
         self._seed = config.trainer.seed
@@ -191,19 +193,21 @@ def _key(params: Params, seed: int | None) -> str:
 
 def _sampler(name: str, seed: int) -> BaseSampler:
     samplers = optuna.samplers
-    made: dict[str, Any] = {
-        "grid": samplers.RandomSampler,  # everything is enqueued
-        "random": samplers.RandomSampler,
-        "tpe": lambda seed: samplers.TPESampler(seed=seed, constant_liar=True),  # trials that run side by side keep apart
-        "qmc": lambda seed: samplers.QMCSampler(seed=seed, warn_independent_sampling=False),
-        "cmaes": lambda seed: samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False),
-        "gp": lambda seed: samplers.GPSampler(seed=seed, deterministic_objective=False),
-    }
-    try:
-        sampler: BaseSampler = made[name](seed=seed)
-    except ImportError as error:
-        raise ConfigError(f"sweep.sampler: {name} needs a package that is not installed: {error}") from error
-    return sampler
+    if name == "tpe":
+        return samplers.TPESampler(seed=seed, constant_liar=True)  # trials that run side by side keep apart
+    if name == "qmc":
+        return samplers.QMCSampler(seed=seed, warn_independent_sampling=False)
+    if name == "cmaes":
+        return samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
+    if name == "gp":
+        return samplers.GPSampler(seed=seed)
+    return samplers.RandomSampler(seed=seed)  # of a grid everything is enqueued
+
+
+def _check_installed(name: str) -> None:
+    package = {"qmc": "scipy", "gp": "scipy", "cmaes": "cmaes"}.get(name)
+    if package is not None and find_spec(package) is None:
+        raise ConfigError(f"sweep.sampler: {name} needs {package}, which is not installed: pip install {package}.")
 
 
 def _pruner(config: Config) -> optuna.pruners.BasePruner:

@@ -17,6 +17,8 @@ from tests.support.sweeps import write_sweep
 from tests.support.tiny import write_chats
 from tests.support.training import config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def claims_of(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Callable[..., Claims]:
