@@ -55,6 +55,7 @@ def test_activations_formed_twice_give_the_same_numbers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a compiler at work
+@pytest.mark.filterwarnings("ignore")  # of its own parts
 def test_compiled_layers_give_the_same_numbers() -> None:
     samples = captured(6, seed=4)
     learning = _built(compile=True, gradient_checkpointing=False)
