@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.schema import TargetSection
 from pipeline.corpus.messages import Message, Unusable, shown
-from pipeline.corpus.places import END_THINK, ONLY_THINK, THINK, Place, Places, find_places, marked_places, without_reasoning
+from pipeline.corpus.places import END_THINK, ONLY_THINK, THINK, Place, Places, answers_of, find_places, marked_places, without_reasoning
 from pipeline.corpus.turns import MASK_RULES, Shape, Template, Tools, open_template
 from pipeline.errors import ConfigError, TargetError, TemplateError
 
@@ -58,7 +58,7 @@ class Rendered:
 def load_tokenizer(section: TargetSection) -> Any:
     """The target's fast tokenizer, with the template of `section.chat_template` in place of its own where one is given.
 
-    Raises `TargetError` when there is no tokenizer or only a slow one, `TemplateError` when there is no chat template.
+    Raises `TargetError` when there is no tokenizer or only a slow one, `TemplateError` when that file cannot be read.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - it brings torch, which workers do without
 
@@ -84,8 +84,6 @@ def load_tokenizer(section: TargetSection) -> Any:
             tokenizer.chat_template = Path(section.chat_template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TemplateError(f"model.target.chat_template {section.chat_template} cannot be read: {error}") from error
-    if not tokenizer.chat_template:
-        raise TemplateError(f"the tokenizer of {section.path} has no chat template; name a file with one in model.target.chat_template.")
     return tokenizer
 
 
@@ -103,8 +101,12 @@ def load_saved_tokenizer(folder: Path) -> Any:
 def read_template(tokenizer: Any, arguments: Mapping[str, Any]) -> Template:
     """Try the chat template on plain chats, and see how it opens and ends an answer.
 
-    Raises `ConfigError` for an argument that is not the template's, `TemplateError` for a template that renders no chat.
+    Raises `ConfigError` for an argument that is not the template's, `TemplateError` for one that renders no chat or is not there.
     """
+    if not tokenizer.chat_template:
+        raise TemplateError(
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template; name a file with one in model.target.chat_template."
+        )
     own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"kwargs"}
     if taken := sorted(own & arguments.keys()):
         raise ConfigError(
@@ -241,10 +243,20 @@ def render(
         return Unusable(TEMPLATE_ERROR, f"{type(error).__name__}: {shown(str(error))}")
     places = found.places
     if cut_short and places:
-        places = (*places[:-1], replace(places[-1], end=places[-1].text_end))
+        places = (*places[:-1], _without_end(places[-1], messages[answers_of(messages)[-1]], found.whole))
     if supervision.mask_reasoning:
         places = without_reasoning(template, found.whole, places)
     return Rendered(encoded.input_ids, _spans(places, encoded.starts), found.last_turn_only, found.after_prompt)
+
+
+def _without_end(place: Place, message: Message, whole: str) -> Place:
+    """The place of an answer that was cut: without its end token, and without the end of its reasoning where it did not get beyond that."""
+    reasoning = str(message.get("reasoning_content", "")).strip()
+    if reasoning and not message.get("content") and not message.get("tool_calls"):
+        at = whole.rfind(reasoning, place.start, place.text_end)
+        if at >= 0:
+            return Place(place.start, at + len(reasoning), at + len(reasoning))
+    return replace(place, end=place.text_end)
 
 
 def _lost_calls(messages: Sequence[Message], whole: str) -> str | None:
