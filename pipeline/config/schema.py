@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from pipeline.config.draft import DraftSection, LatentSection, ObjectiveSection, refused_pair
 from pipeline.config.regenerate import RegenerateSection
 from pipeline.config.section import LayerIds, NonNegative, Positive, Regex, Section
+from pipeline.config.sweep import SweepSection
 from pipeline.config.training import ExpManagerSection, OptimSection, TrainerSection
 
 __all__ = ["Config", "DraftSection", "LatentSection", "ObjectiveSection", "Section"]
@@ -243,6 +244,7 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()
     exp_manager: ExpManagerSection = ExpManagerSection()
     evaluate: EvaluateSection = EvaluateSection()
+    sweep: SweepSection = SweepSection()
     regenerate: RegenerateSection = RegenerateSection()
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 Sums only, added up over batches and ranks before anything is divided; so the numbers are those of one rank, up to rounding.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,22 +35,34 @@ def validate(learner: Learner, draft: Draft, data: TrainingData, sets: Mapping[s
     loss, accept_len, accuracy and accuracy_by_slot are over usable anchors, walk_accept_len over the answers (DFLASH §4). Sets
     of which nothing can be scored give no metric. Every rank must call it; the data-parallel ranks share the samples.
     """
-    ranks, size = learner.ranks, len(Sums.zero(learner.layout).values)
-    totals = torch.zeros(len(sets), size + 2, dtype=torch.float64, device=ranks.device)
+    return validate_each([(learner, draft)], data, sets, num_workers)[0]
+
+
+def validate_each(
+    drafts: Sequence[tuple[Learner, Draft]], data: TrainingData, sets: Mapping[str, Sequence[int]], num_workers: int
+) -> list[dict[str, Any]]:
+    """`validate` of several drafts that learn on the same ranks, from one reading of the samples."""
+    ranks, sizes = drafts[0][0].ranks, [len(Sums.zero(learner.layout).values) for learner, _ in drafts]
+    totals = [torch.zeros(len(sets), size + 2, dtype=torch.float64, device=ranks.device) for size in sizes]
     with torch.no_grad():
         for row, numbers in enumerate(sets.values()):
             mine = list(numbers[ranks.dp_rank :: ranks.dp_size])
             for sample in read_ahead(lambda number: data.source([number])[0], mine, num_workers if data.any_thread else 0):
-                with learner.accelerator.autocast():  # not around the source: a live target keeps its own dtype
-                    sums, lengths = score(draft, learner.bundle, learner.objective, sample)
-                totals[row, :size] += sums
-                totals[row, size:] += torch.tensor((sum(lengths), len(lengths)), device=ranks.device)
-    rows = reduce_sums(totals, ranks).tolist()
+                for (learner, draft), size, total in zip(drafts, sizes, totals, strict=True):
+                    with learner.accelerator.autocast():  # not around the source: a live target keeps its own dtype
+                        sums, lengths = score(draft, learner.bundle, learner.objective, sample)
+                    total[row, :size] += sums
+                    total[row, size:] += torch.tensor((sum(lengths), len(lengths)), device=ranks.device)
+    learners = [learner for learner, _ in drafts]
+    return [_by_set(sets, reduce_sums(total, ranks).tolist(), one.layout) for total, one in zip(totals, learners, strict=True)]
+
+
+def _by_set(sets: Iterable[str], rows: Sequence[Sequence[float]], layout: Layout) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     for name, row in zip(sets, rows, strict=True):
-        metrics |= {f"val/{name}/{key}": value for key, value in _metrics(row, learner.layout).items()}
-    pooled = [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (size + 2)
-    return metrics | {f"val_{key}": value for key, value in _metrics(pooled, learner.layout).items()}
+        metrics |= {f"val/{name}/{key}": value for key, value in _metrics(row, layout).items()}
+    pooled = [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (len(Sums.zero(layout).values) + 2)
+    return metrics | {f"val_{key}": value for key, value in _metrics(pooled, layout).items()}
 
 
 def score(draft: Draft, bundle: TargetBundle, section: ObjectiveSection, sample: CapturedSample) -> tuple[torch.Tensor, list[int]]:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -35,6 +36,36 @@ Ready = Callable[[int, Sequence[int]], None]
 
 BOUND_SHARE = 0.2
 """Of the time, spent waiting for data: from here on it is said."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reading:
+    """The samples of a micro-batch, before any draft has a say: `cycles` says how many times each was drawn before, `rows` which of them,
+    by their places, lie one after another in each row."""
+
+    samples: Sequence[CapturedSample]
+    cycles: Sequence[int]
+    rows: Rows
+
+    def batch(self, draw: Draw, shape: BatchShape, prefixes: Prefixes | None) -> DraftBatch:
+        """As the draft of `shape` sees it, with its own anchors, and visible prefixes where its objective draws them."""
+        anchors = [draw(sample.tokens, cycle) for sample, cycle in zip(self.samples, self.cycles, strict=True)]
+        visible = None
+        if prefixes is not None:
+            drawn = zip(self.samples, self.cycles, anchors, strict=True)
+            visible = [prefixes(sample.tokens, cycle, at) for sample, cycle, at in drawn]
+        return collate(self.samples, anchors, shape, self.rows, visible)
+
+
+def read(source: Source, batch: GlobalBatch, rows: Rows) -> Reading:
+    """The samples of `rows`, which holds places in the global batch."""
+    places = [place for row in rows for place in row]
+    counted = iter(range(len(places)))
+    return Reading(
+        source(batch.samples[places].tolist()) if places else [],
+        batch.cycles[places].tolist(),
+        [list(islice(counted, len(row))) for row in rows],
+    )
 
 
 class Feed:
@@ -80,16 +111,7 @@ class Feed:
             yield batch
 
     def _make(self, batch: GlobalBatch, rows: Rows) -> DraftBatch:
-        places = [place for row in rows for place in row]
-        samples = self._source(batch.samples[places].tolist()) if places else []
-        cycles = [int(batch.cycles[place]) for place in places]
-        anchors = [self._draw(sample.tokens, cycle) for sample, cycle in zip(samples, cycles, strict=True)]
-        visible = None
-        if self._prefixes is not None:
-            drawn = zip(samples, cycles, anchors, strict=True)
-            visible = [self._prefixes(sample.tokens, cycle, at) for sample, cycle, at in drawn]
-        counted = iter(range(len(places)))
-        return collate(samples, anchors, self._shape, [list(islice(counted, len(row))) for row in rows], visible)
+        return read(self._source, batch, rows).batch(self._draw, self._shape, self._prefixes)
 
 
 def num_micro_batches(order: Order, position: Position, division: Division) -> int:

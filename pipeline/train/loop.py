@@ -2,11 +2,12 @@
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -60,19 +61,19 @@ def steps_to_the_end(training: Training) -> bool:
     feed = Feed(data.source, training.draw(), training.shape, num_workers, data.ready, training.prefixes())
     division = division_of(config, order, ranks.dp_size)
     batches = feed.micro_batches(order, training.state.position, division, ranks.dp_rank)
-    if _validation_due(training) and not training.state.metrics:  # SIGTERM came at this step, and there was no time
+    if validation_due(training) and not training.state.metrics:  # SIGTERM came at this step, and there was no time
         _validate(training, decoding)
         training.save(final=training.finished)
     clock, done = Clock(feed), training.state.step
-    with _sigterm() as asked, Progress(max(training.num_steps, done), "steps", "training", ranks.is_main, done=done) as progress:
+    with sigterm() as asked, Progress(max(training.num_steps, done), "steps", "training", ranks.is_main, done=done) as progress:
         while not training.finished:
             count = num_micro_batches(order, training.state.position, division)
             step = advance(training, batches, count, clock, bool(asked))
             progress.advance(1, f"loss {step.sums.loss:.3f}")
             with clock.paused():
-                if _validation_due(training) and not step.stop:
+                if validation_due(training) and not step.stop:
                     _validate(training, decoding)
-                if step.stop or training.finished or training.state.step % _save_every(training) == 0:
+                if step.stop or training.finished or training.state.step % save_every(training) == 0:
                     training.save(final=training.finished)
             if step.stop:
                 training.saver.wait()
@@ -128,12 +129,14 @@ def _log(training: Training, step: Step, rate: float, clock: Clock) -> None:
     training.state = replace(state, window=Sums.zero(training.learner.layout).values)
 
 
-def _save_every(training: Training) -> int:
+def save_every(training: Training) -> int:
+    """Steps between checkpoints."""
     trainer, keep = training.config.trainer, training.config.exp_manager.checkpoint_callback_params
     return keep.every_n_train_steps or trainer.val_check_interval or training.num_steps
 
 
-def _validation_due(training: Training) -> bool:
+def validation_due(training: Training) -> bool:
+    """Whether the step that was just made is one to validate after."""
     step, every = training.state.step, training.config.trainer.val_check_interval or training.num_steps
     return step > 0 and (step % every == 0 or step == training.num_steps)
 
@@ -143,7 +146,7 @@ def _to_validate_on(training: Training) -> TrainingData:
 
 
 def _validate(training: Training, decoding: ShortDecoding | None) -> None:
-    """Validate the draft as it would be exported now, and judge by it whether to go on."""
+    """Validate the draft as it would be exported now."""
     sets = validation_sets(training.data)
     if not sets and training.config.exp_manager.early_stopping.patience is not None:
         raise ConfigError("exp_manager.early_stopping.patience is set, and there is no validation set to judge by; set data.validation_ds.")
@@ -153,6 +156,11 @@ def _validate(training: Training, decoding: ShortDecoding | None) -> None:
     metrics = validate(training.learner, draft, _to_validate_on(training), sets, training.config.data.num_workers)
     if decoding is not None:
         metrics |= decoding.measure(draft)
+    take_validation(training, metrics)
+
+
+def take_validation(training: Training, metrics: Mapping[str, Any]) -> None:
+    """Record the metrics of a validation at this step, and judge by them whether to go on."""
     state = training.state
     if training.ranks.is_main and metrics:
         training.watch.record(state.step, metrics)
@@ -198,7 +206,7 @@ def _peers(ranks: Ranks, folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _sigterm() -> Iterator[list[int]]:
+def sigterm() -> Iterator[list[int]]:
     """A list that is empty until SIGTERM comes; the process goes on until it looks."""
     asked: list[int] = []
 

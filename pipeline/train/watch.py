@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
@@ -16,7 +16,6 @@ from pipeline.config.schema import Config
 from pipeline.config.training import ExpManagerSection
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.runtime.files import atomic_file
-from pipeline.train.feed import Feed
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +103,16 @@ class Watch:
         log.info("step %*d/%d  %s", width, step, self._num_steps, found or "nothing to validate on")
 
 
+class Waited(Protocol):
+    """What is read ahead; `waited_seconds` sums the time that the caller waited for it."""
+
+    waited_seconds: float
+
+
 class Clock:
     """Wall time, and time spent waiting for data, since it was last read; what runs inside `paused` does not count. `reads` counts."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Waited) -> None:
         self.reads = 0
         self._feed = feed
         self._seconds = self._waited = 0.0
@@ -127,6 +132,13 @@ class Clock:
         self._end()
         yield
         self._begin()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """For a training that takes turns with others: what runs outside does not count."""
+        self._begin()
+        yield
+        self._end()
 
     def _begin(self) -> None:
         self._since, self._waited_before = time.perf_counter(), self._feed.waited_seconds
