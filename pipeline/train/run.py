@@ -12,10 +12,11 @@ LOG_DIR/
   logs/rank0.log                   what each rank said
 """
 
+import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ from pipeline.train.step import Sums
 from pipeline.train.watch import Watch, cut_metrics, read_metrics
 
 log = logging.getLogger(__name__)
+
+PROVENANCE = "provenance.json"
 
 
 @dataclass(eq=False)
@@ -153,6 +156,8 @@ def start_training(config: Config, ranks: Ranks, data: TrainingData, order: Orde
     state = TrainState(window=Sums.zero(learner.layout).values)
     if newest is not None:
         state = load_checkpoint(newest, learner, fingerprint)
+        if state.judged_by not in (None, config.exp_manager.early_stopping.monitor):
+            state = replace(state, best=None, stale=0, judged_by=None)  # figures of another metric tell nothing of this one
         log.info("going on from %s: %d steps done, %d samples seen", newest, state.step, state.samples_seen)
     num_steps = total_steps(config.trainer, order.steps)
     saver = Saver(folder / "checkpoints", config.exp_manager.checkpoint_callback_params, ranks)
@@ -167,8 +172,8 @@ def _write_down(training: Training, initial: Mapping[str, Any] | None) -> None:
     """Configuration and provenance of this start, and the size of the job."""
     config, folder, state, order = training.config, training.folder, training.state, training.order
     (folder / "config.yaml").write_text(to_yaml(config, named_only=True), encoding="utf-8")
-    told = {"fingerprint": training.fingerprint, "init_from_checkpoint": initial}
-    write_json(folder / "provenance.json", {**provenance(to_yaml(config)), **told})
+    told = {"fingerprint": training.fingerprint, "init_from_checkpoint": initial or _began_with(folder, state)}
+    write_json(folder / PROVENANCE, {**provenance(to_yaml(config)), **told})
     cut_metrics(folder, state.step, validated=bool(state.metrics))
     sizes = [(p.numel(), p.requires_grad) for p in training.learner.draft.parameters()]
     log.info(
@@ -183,6 +188,14 @@ def _write_down(training: Training, initial: Mapping[str, Any] | None) -> None:
     )
     if state.step > training.num_steps:
         log.warning("the newest checkpoint is at step %d, beyond the end asked for: nothing is trained, its draft is exported", state.step)
+
+
+def _began_with(folder: Path, state: TrainState) -> Any:
+    """The starting weights that the first start of this run wrote down; a later start has only the checkpoint."""
+    try:
+        return json.loads((folder / PROVENANCE).read_bytes())["init_from_checkpoint"] if state.step else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def finish(training: Training) -> None:
