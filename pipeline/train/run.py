@@ -45,7 +45,7 @@ from pipeline.train.optim import freeze_parameters, total_steps
 from pipeline.train.order import Order
 from pipeline.train.saver import Saver
 from pipeline.train.step import Sums
-from pipeline.train.watch import Watch, cut_metrics, read_metrics
+from pipeline.train.watch import Watch, cut_metrics, read_metrics, to_disk
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,8 @@ def start_training(config: Config, ranks: Ranks, data: TrainingData, order: Orde
     watch = Watch(config, folder, num_steps, ranks.is_main)
     training = Training(config, ranks, folder, data, order, learner, num_steps, fingerprint, watch, saver, state)
     if ranks.is_main:
-        _write_down(training, initial)
+        with to_disk(folder):
+            _write_down(training, initial)
     return training
 
 
@@ -206,10 +207,12 @@ def finish(training: Training) -> None:
     if not training.ranks.is_main:
         return
     folder = training.folder / "export"
-    shutil.rmtree(folder, ignore_errors=True)
-    export_draft(served_copy(draft, training.data.dtype), folder)
-    write_json(folder / TRAINED_ON, dict(training.data.states_identity))
-    plot_training(read_metrics(training.folder), training.folder / "training.png", config.name)
+    with to_disk(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        export_draft(served_copy(draft, training.data.dtype), folder)
+        write_json(folder / TRAINED_ON, dict(training.data.states_identity))
+    with to_disk(training.folder / "training.png"):
+        plot_training(read_metrics(training.folder), training.folder / "training.png", config.name)
     keep, early = config.exp_manager.checkpoint_callback_params, config.exp_manager.early_stopping
     best = best_first(training.saver.folder, keep.monitor, keep.better)
     if training.stopped_early:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+from safetensors import SafetensorError
 
 from pipeline.config.schema import Config
 from pipeline.config.training import ExpManagerSection
@@ -65,11 +66,28 @@ def start_trackers(config: Config, folder: Path) -> list[GeneralTracker]:
     if section.create_trackio_logger:
         trackers.append(TrackioTracker(PROJECT, name=config.name))
     for tracker in trackers:
-        tracker.start()
-    if section.create_wandb_logger or section.create_trackio_logger:
-        for tracker in trackers[section.create_tensorboard_logger :]:
-            tracker.store_init_configuration(config.model_dump(mode="json"))
+        try:
+            tracker.start()
+            if tracker.name != "tensorboard":
+                tracker.store_init_configuration(config.model_dump(mode="json"))
+        except Exception as error:  # a key that is missing, a server that does not answer, an argument that it does not know
+            raise ConfigError(
+                f"exp_manager.create_{tracker.name}_logger is true, and {tracker.name} does not start: {type(error).__name__}: {error}. "
+                f"Mend that, or set it to false{'; wandb needs no server with WANDB_MODE=offline' if tracker.name == 'wandb' else ''}."
+            ) from error
     return trackers
+
+
+@contextmanager
+def to_disk(path: Path) -> Iterator[None]:
+    """Raises `TrainingError` when the disk does not take what is written to `path` inside."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"{path} cannot be written: {error}. Free space or mend that disk, then run the same command again: it goes on "
+            "from the newest checkpoint."
+        ) from error
 
 
 class Watch:
@@ -88,14 +106,8 @@ class Watch:
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line; a killed run loses none that it had written. Raises `TrainingError` when the disk does not take it."""
-        try:
-            with open(self._path, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"step": step, **metrics}) + "\n")
-        except OSError as error:
-            raise TrainingError(
-                f"{self._path} cannot be written: {error}. Free space or mend that disk, then run the same command again: it goes on "
-                "from the newest checkpoint."
-            ) from error
+        with to_disk(self._path), open(self._path, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"step": step, **metrics}) + "\n")
         figures = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for tracker in self._trackers:
             tracker.log(figures, step=step)

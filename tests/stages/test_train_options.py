@@ -157,6 +157,17 @@ def test_starting_weights_are_told_and_taken_once(tmp_path: Path, given: Config,
     assert json.loads((tmp_path / "second/provenance.json").read_text())["init_from_checkpoint"] == told
 
 
+def test_an_export_that_the_disk_does_not_take_is_one_error(tmp_path: Path, given: Config) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/export").write_text("in the way")
+    wanted = _changed(given, tmp_path / "run", trainer__max_steps=1)
+    with pytest.raises(TrainingError, match=r"export cannot be written: .* goes on from the newest checkpoint"):
+        _train(wanted)
+    (tmp_path / "run/export").unlink()
+    assert _train(wanted)
+    assert (tmp_path / "run/export/config.json").exists()
+
+
 def test_the_run_keeps_the_configuration_as_it_was_said(tmp_path: Path, given: Config) -> None:
     """A default is the cache's own affair until it is written down, so the kept file must not write it down."""
     values = given.model_dump(exclude_unset=True)
