@@ -261,6 +261,14 @@ class Config(Section):
             raise ValueError("capture.parts is set, and data.mode is hybrid: it captures everything")
         return self
 
+    @model_validator(mode="after")
+    def _stops_early_by_validations(self) -> "Config":
+        if self.exp_manager.early_stopping.patience is not None and self.trainer.val_check_interval is None:
+            raise ValueError(
+                "exp_manager.early_stopping.patience is set, and trainer.val_check_interval is not: the only validation would be at the end"
+            )
+        return self
+
     @property
     def log_dir(self) -> str:
         return expanduser(self.exp_manager.explicit_log_dir or f"runs/{self.name}")

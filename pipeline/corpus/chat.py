@@ -18,7 +18,20 @@ from numpy.typing import NDArray
 
 from pipeline.config.schema import TargetSection
 from pipeline.corpus.messages import Message, Unusable, shown
-from pipeline.corpus.places import END_THINK, ONLY_THINK, THINK, Place, Places, answers_of, find_places, marked_places, without_reasoning
+from pipeline.corpus.places import (
+    END_THINK,
+    ONLY_THINK,
+    THINK,
+    THINKING_CUT,
+    Place,
+    Places,
+    answers_of,
+    closed_for_it,
+    find_places,
+    marked_places,
+    without_end,
+    without_reasoning,
+)
 from pipeline.corpus.turns import MASK_RULES, Shape, Template, Tools, open_template
 from pipeline.errors import ConfigError, TargetError, TemplateError
 
@@ -243,20 +256,13 @@ def render(
         return Unusable(TEMPLATE_ERROR, f"{type(error).__name__}: {shown(str(error))}")
     places = found.places
     if cut_short and places:
-        places = (*places[:-1], _without_end(places[-1], messages[answers_of(messages)[-1]], found.whole))
+        answer = messages[answers_of(messages)[-1]]
+        if closed_for_it(template.shape.think, answer, found.whole[places[-1].start : places[-1].text_end]):
+            return Unusable(THINKING_CUT, "the chat template closes a think block before it, which the target did not")
+        places = (*places[:-1], without_end(places[-1], answer, found.whole))
     if supervision.mask_reasoning:
         places = without_reasoning(template, found.whole, places)
     return Rendered(encoded.input_ids, _spans(places, encoded.starts), found.last_turn_only, found.after_prompt)
-
-
-def _without_end(place: Place, message: Message, whole: str) -> Place:
-    """The place of an answer that was cut: without its end token, and without the end of its reasoning where it did not get beyond that."""
-    reasoning = str(message.get("reasoning_content", "")).strip()
-    if reasoning and not message.get("content") and not message.get("tool_calls"):
-        at = whole.rfind(reasoning, place.start, place.text_end)
-        if at >= 0:
-            return Place(place.start, at + len(reasoning), at + len(reasoning))
-    return replace(place, end=place.text_end)
 
 
 def _lost_calls(messages: Sequence[Message], whole: str) -> str | None:

@@ -47,6 +47,16 @@ def kind_of(value: object) -> str:
     return names.get(type(value), "a number")
 
 
+def nested_deeper(value: object, most: int) -> bool:
+    """Whether objects and lists lie in one another more than `most` deep."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+        ]
+    return any(isinstance(outer, dict | list) for outer in level)
+
+
 def read_messages(row: dict[str, Any], given: InputSection) -> list[Message] | Unusable:
     """The row's messages, with the system message of `given` where it has none."""
     names = [given.keys["messages"]] if "messages" in given.keys else ["messages", "conversations"]

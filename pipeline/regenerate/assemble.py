@@ -82,5 +82,7 @@ def _tell(output: Path, report: dict[str, Any]) -> None:
             "special tokens that it puts otherwise): a draft learns the rendered ones",
             otherwise,
         )
+    if not report["rows"]:
+        raise RegenerateError("the corpus holds no row, so there was nothing to answer. Check the paths in data.train_ds.input_cfg.")
     if report["rows"] == report["failed"]:
         raise RegenerateError(f"none of {report['rows']} rows was answered: {report['failed_by_reason']}; see {output / FAILED}.")

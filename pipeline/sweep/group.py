@@ -78,6 +78,8 @@ class Group:
         # A run that was stopped at a validation had no time for it.
         late = [m for m in self.members if validation_due(m.training) and not m.training.state.metrics]
         self._validate(late)
+        if self.asked:
+            self._stop()
         self._save(late, always=True)
         self._end_finished()
         total = max((m.training.num_steps for m in self.members), default=0)
@@ -122,7 +124,9 @@ class Group:
         drafts = [(m.training.learner, m.training.learner.evaluated()) for m in members]
         begin = time.perf_counter()
         sets = validation_sets(self.data)
-        found = validate_each(drafts, self.data, sets, self.feed.num_workers)
+        found = validate_each(drafts, self.data, sets, self.feed.num_workers, self.asked)
+        if found is None:  # SIGTERM: what was not validated is validated when the sweep goes on
+            return
         tokens = sum(int(self.data.num_tokens[numbers].sum()) for numbers in sets.values())
         self.account.feed([m.trial.number for m in members], tokens)
         share = (time.perf_counter() - begin) / len(members)
@@ -130,8 +134,10 @@ class Group:
             member.seconds += share
             value = None
             with self._own_fault(member), member.timed():
+                if isinstance(metrics, TrainingError):
+                    raise metrics
                 decoded = self.decoding.measure(draft) if self.decoding is not None else {}
-                take_validation(member.training, metrics | decoded)
+                take_validation(member.training, metrics | (decoded or {}))
                 value = self._monitored(member)
             if value is not None:
                 self.ledger.report(member.trial.id, member.step, value)

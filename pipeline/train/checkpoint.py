@@ -40,8 +40,8 @@ DRAFT, AVERAGE, OPTIMIZER, RNG = "draft.safetensors", "average.safetensors", "op
 @dataclass(frozen=True, slots=True)
 class TrainState:
     """Where a run stands after `step` optimizer steps. `window` holds the sums since the last line of metrics, `metrics`
-    the validation of this very step (empty when there was none); `best` is the best value that early stopping has seen, and
-    `stale` how many validations in a row were not better."""
+    the validation of this very step (empty when there was none); `best` is the best value of the metric `judged_by` that
+    early stopping has seen, and `stale` how many validations in a row were not better."""
 
     step: int = 0
     position: Position = field(default_factory=Position)
@@ -51,6 +51,7 @@ class TrainState:
     metrics: Mapping[str, float] = field(default_factory=dict)
     best: float | None = None
     stale: int = 0
+    judged_by: str | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -140,7 +141,8 @@ def load_checkpoint(path: Path, learner: Learner, fingerprint: Mapping[str, Any]
         owners[named[owner]].state[named[owner]][key] = placed_like(value, named[owner])
     _restore_rng(read_tensors(path, RNG, stored))
     kept = {name: stored[name] for name in ("step", "samples_seen", "tokens_seen", "metrics", "best", "stale")}
-    return TrainState(position=Position(**stored["position"]), window=tuple(stored["window"]), **kept)
+    judged_by = stored.get("judged_by")  # which checkpoints of earlier versions do not have
+    return TrainState(position=Position(**stored["position"]), window=tuple(stored["window"]), judged_by=judged_by, **kept)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -34,8 +34,8 @@ Prefixes = Callable[[TokenSample, int, NDArray[np.int64]], NDArray[np.int64]]
 Ready = Callable[[int, Sequence[int]], None]
 """Called with the epoch and the samples of each global batch before any of them is read, by all ranks and in the caller's thread."""
 
-BOUND_SHARE = 0.2
-"""Of the time, spent waiting for data: from here on it is said."""
+BOUND_SHARE, BOUND_SECONDS = 0.2, 10.0
+"""Of the time, and in all, spent waiting for data: where both are reached, it is said. A run of seconds is not worth a word."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -119,12 +119,12 @@ def num_micro_batches(order: Order, position: Position, division: Division) -> i
     return len(divide(order.global_batch(position).num_tokens, division)[0])
 
 
-def bound_by_reading(share: float, num_workers: int) -> str | None:
-    """A sentence for a run that spends `share` (0 to 1) of its time waiting for the cache; None while that does not matter."""
-    if share < BOUND_SHARE:
+def bound_by_reading(waited: float, seconds: float, num_workers: int) -> str | None:
+    """A sentence for a run that `waited` for the cache for that many of its `seconds`; None while that does not matter."""
+    if waited <= max(BOUND_SECONDS, BOUND_SHARE * seconds):
         return None
     return (
-        f"this run is bound by reading: {share:.0%} of the time since the last line went by waiting for samples. Raise data.num_workers "
+        f"this run is bound by reading: {waited / seconds:.0%} of its time so far went by waiting for samples. Raise data.num_workers "
         f"({num_workers}), put the cache on a faster disk, or capture it with capture.codec=raw, which needs no unpacking."
     )
 

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +11,13 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+from safetensors import SafetensorError
 
 from pipeline.config.schema import Config
 from pipeline.config.training import ExpManagerSection
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.runtime.files import atomic_file
+from pipeline.train.feed import bound_by_reading
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,26 @@ def check_trackers(section: ExpManagerSection) -> None:
         raise ConfigError(f"{fields}: true, and {', '.join(missing)} is not installed: pip install {' '.join(missing)}.")
 
 
+def check_monitors(config: Config, sets: Collection[str]) -> None:
+    """Raise `ConfigError` when early stopping is to judge by a metric that no validation on `sets` will give, before hours went by; warn
+    when checkpoints are to be chosen by one."""
+    keep, early = config.exp_manager.checkpoint_callback_params, config.exp_manager.early_stopping
+    if early.patience is not None and (reason := _never_given(early.monitor, config, sets)):
+        raise ConfigError(f"exp_manager.early_stopping.patience is set, and its monitor is {early.monitor}: {reason}")
+    if "monitor" in keep.model_fields_set and keep.save_top_k and (reason := _never_given(keep.monitor, config, sets)):
+        log.warning("no checkpoint is kept for being the best: its monitor is %s, and %s", keep.monitor, reason)
+
+
+def _never_given(monitor: str, config: Config, sets: Collection[str]) -> str | None:
+    if not sets:
+        return "there is no validation set to judge by; set data.validation_ds."
+    if monitor.startswith("val/") and monitor.split("/")[1] not in sets:
+        return f"there is no such validation set, only {', '.join(sorted(sets))}."
+    if monitor == "val_served_accept_len" and not config.trainer.val_decode_prompts:
+        return "trainer.val_decode_prompts is 0, so nothing is decoded; set it."
+    return None
+
+
 def start_trackers(config: Config, folder: Path) -> list[GeneralTracker]:
     """The trackers that `config` asks for, writing below `folder` where they write files."""
     section = config.exp_manager
@@ -44,11 +66,28 @@ def start_trackers(config: Config, folder: Path) -> list[GeneralTracker]:
     if section.create_trackio_logger:
         trackers.append(TrackioTracker(PROJECT, name=config.name))
     for tracker in trackers:
-        tracker.start()
-    if section.create_wandb_logger or section.create_trackio_logger:
-        for tracker in trackers[section.create_tensorboard_logger :]:
-            tracker.store_init_configuration(config.model_dump(mode="json"))
+        try:
+            tracker.start()
+            if tracker.name != "tensorboard":
+                tracker.store_init_configuration(config.model_dump(mode="json"))
+        except Exception as error:  # a key that is missing, a server that does not answer, an argument that it does not know
+            raise ConfigError(
+                f"exp_manager.create_{tracker.name}_logger is true, and {tracker.name} does not start: {type(error).__name__}: {error}. "
+                f"Mend that, or set it to false{'; wandb needs no server with WANDB_MODE=offline' if tracker.name == 'wandb' else ''}."
+            ) from error
     return trackers
+
+
+@contextmanager
+def to_disk(path: Path) -> Iterator[None]:
+    """Raises `TrainingError` when the disk does not take what is written to `path` inside."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"{path} cannot be written: {error}. Free space or mend that disk, then run the same command again: it goes on "
+            "from the newest checkpoint."
+        ) from error
 
 
 class Watch:
@@ -67,14 +106,8 @@ class Watch:
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line; a killed run loses none that it had written. Raises `TrainingError` when the disk does not take it."""
-        try:
-            with open(self._path, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"step": step, **metrics}) + "\n")
-        except OSError as error:
-            raise TrainingError(
-                f"{self._path} cannot be written: {error}. Free space or mend that disk, then run the same command again: it goes on "
-                "from the newest checkpoint."
-            ) from error
+        with to_disk(self._path), open(self._path, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"step": step, **metrics}) + "\n")
         figures = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for tracker in self._trackers:
             tracker.log(figures, step=step)
@@ -110,11 +143,11 @@ class Waited(Protocol):
 
 
 class Clock:
-    """Wall time, and time spent waiting for data, since it was last read; what runs inside `paused` does not count. `reads` counts."""
+    """Wall time, and time spent waiting for data, since it was last read; what runs inside `paused` does not count."""
 
     def __init__(self, feed: Waited) -> None:
-        self.reads = 0
-        self._feed = feed
+        self._feed, self._advised = feed, False
+        self._total: tuple[float, float] | None = None  # without the first reading: it waits for the first batch, and for much besides
         self._seconds = self._waited = 0.0
         self._begin()
 
@@ -123,9 +156,16 @@ class Clock:
         self._end()
         read = self._seconds, self._waited
         self._seconds = self._waited = 0.0
-        self.reads += 1
+        self._total = (0.0, 0.0) if self._total is None else (self._total[0] + read[0], self._total[1] + read[1])
         self._begin()
         return read
+
+    def advice(self, num_workers: int) -> str | None:
+        """What is to be said of the time spent waiting, once in a run."""
+        seconds, waited = self._total or (0.0, 0.0)
+        said = None if self._advised else bound_by_reading(waited, seconds, num_workers)
+        self._advised = said is not None or self._advised
+        return said
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -37,6 +37,14 @@ def test_lines_are_kept_and_figures_go_to_tensorboard(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 2.0)]
 
 
+def test_a_tracker_that_does_not_start_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("no folder")
+    with pytest.raises(
+        ConfigError, match=r"create_tensorboard_logger is true, and tensorboard does not start: .*Mend that, or set it to false"
+    ):
+        Watch(_config(create_tensorboard_logger=True), tmp_path, 10, enabled=True)
+
+
 def test_other_ranks_open_nothing(tmp_path: Path) -> None:
     with Watch(_config(create_tensorboard_logger=True), tmp_path, 10, enabled=False):
         pass
