@@ -194,8 +194,8 @@ def _pieces(think: tuple[str, str], whole: str, place: Place) -> list[Place]:
         at = close + len(closing)
         while at < place.text_end and whole[at].isspace():
             at += 1
-    if (begin := _left_open(think, whole, place, at)) is not None:
-        pieces.append(Place(at, begin, begin))
+    if (left_open := _left_open(think, whole, place, at)) is not None:
+        pieces.append(Place(at, left_open, left_open))
         at = place.text_end
     return [*pieces, Place(at, place.text_end, place.end)]
 
