@@ -41,6 +41,11 @@ def shown(value: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def too_long(num_bytes: int, longest: int) -> Unusable:
+    """What a row is that is not looked at."""
+    return Unusable("row too long", f"{num_bytes} bytes, at most {longest}")
+
+
 def kind_of(value: object) -> str:
     """The JSON type of `value`, in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null or absent"}

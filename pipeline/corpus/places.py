@@ -129,7 +129,8 @@ def marked_places(
     for start, end in _marked_ranges(encoded, len(whole)):
         begin = max((at for at in prompts if start < at <= end), default=start)
         text_end = whole.rfind(end_text, begin, end) if end_text else -1
-        if text_end >= 0 and not whole[text_end + len(end_text) : end].strip():
+        # Marks may take in what follows the end token of the last turn (Phi-3's token of its own that ends the chat).
+        if text_end >= 0 and whole[text_end + len(end_text) : end].strip() in ("", template.shape.trailer.strip()):
             places.append(Place(begin, text_end, text_end + len(end_text)))
         else:
             places.append(Place(begin, end, end))
@@ -194,8 +195,8 @@ def _pieces(think: tuple[str, str], whole: str, place: Place) -> list[Place]:
         at = close + len(closing)
         while at < place.text_end and whole[at].isspace():
             at += 1
-    if (begin := _left_open(think, whole, place, at)) is not None:
-        pieces.append(Place(at, begin, begin))
+    if (left_open := _left_open(think, whole, place, at)) is not None:
+        pieces.append(Place(at, left_open, left_open))
         at = place.text_end
     return [*pieces, Place(at, place.text_end, place.end)]
 

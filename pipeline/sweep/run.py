@@ -117,7 +117,9 @@ def train_side_by_side(trials: Sequence[Taken], ledger: Ledger, readings: Readin
         stack.callback(feed.close)
         decoding = ShortDecoding.load(config, launch.ranks, data) if config.trainer.val_decode_prompts else None
         account = Account(ledger.folder, [trial.number for trial, _, _ in started], reading)
-        members = [Member(trial, training, Clock(feed), own, training.state.step) for trial, training, own in started]
+        members = [
+            Member(trial, training, Clock(feed, training.state.tokens_seen), own, training.state.step) for trial, training, own in started
+        ]
         del started  # a member that has ended is to be free
         group = Group(ledger, data, feed, decoding, account, asked, members)
         group.train(shown=launch.rank == 0)

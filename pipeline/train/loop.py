@@ -56,7 +56,7 @@ def train(config: Config, ranks: Ranks) -> bool:
 def steps_to_the_end(training: Training) -> bool:
     """Optimizer steps until the training has finished, or until SIGTERM: then False, with a checkpoint on its way to the disk."""
     config, data, ranks, order = training.config, training.data, training.ranks, training.order
-    check_monitors(config, validation_sets(data))
+    check_monitors(config, {name: bool(data.usable[numbers].any()) for name, numbers in validation_sets(data).items()})
     decoding = ShortDecoding.load(config, ranks, _to_validate_on(training)) if config.trainer.val_decode_prompts else None
     num_workers = config.data.num_workers if data.any_thread else 0
     feed = Feed(data.source, training.draw(), training.shape, num_workers, data.ready, training.prefixes())
@@ -65,7 +65,7 @@ def steps_to_the_end(training: Training) -> bool:
     if validation_due(training) and not training.state.metrics:  # SIGTERM came at this step, and there was no time
         _validate(training, decoding)
         training.save(final=training.finished)
-    clock, done = Clock(feed), training.state.step
+    clock, done = Clock(feed, training.state.tokens_seen), training.state.step
     with sigterm() as asked, Progress(max(training.num_steps, done), "steps", "training", ranks.is_main, done=done) as progress:
         while not training.finished:
             count = num_micro_batches(order, training.state.position, division)
@@ -112,7 +112,7 @@ def _log(training: Training, step: Step, rate: float, clock: Clock) -> None:
     """Record the sums since the last line, and begin new ones."""
     state = training.state
     window = Sums(state.window, training.learner.layout)
-    seconds, waited = clock.read()
+    seconds, waited, tokens = clock.read(state.tokens_seen)
     if training.ranks.is_main:
         metrics = {
             **window.metrics(),
@@ -121,7 +121,7 @@ def _log(training: Training, step: Step, rate: float, clock: Clock) -> None:
             "grad_norm": step.grad_norm,
             "samples_seen": state.samples_seen,
             "tokens_seen": state.tokens_seen,
-            "tokens_per_second": window.tokens / seconds,
+            "tokens_per_second": tokens / seconds,
             "data_wait_share": waited / seconds,
         }
         training.watch.record(state.step, metrics)

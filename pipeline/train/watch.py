@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,9 +34,9 @@ def check_trackers(section: ExpManagerSection) -> None:
         raise ConfigError(f"{fields}: true, and {', '.join(missing)} is not installed: pip install {' '.join(missing)}.")
 
 
-def check_monitors(config: Config, sets: Collection[str]) -> None:
-    """Raise `ConfigError` when early stopping is to judge by a metric that no validation on `sets` will give, before hours went by; warn
-    when checkpoints are to be chosen by one."""
+def check_monitors(config: Config, sets: Mapping[str, bool]) -> None:
+    """Raise `ConfigError` when early stopping is to judge by a metric that no validation will give, before hours went by; warn when
+    checkpoints are to be chosen by one. `sets` says of each validation set whether any of its samples has a usable anchor."""
     keep, early = config.exp_manager.checkpoint_callback_params, config.exp_manager.early_stopping
     if early.patience is not None and (reason := _never_given(early.monitor, config, sets)):
         raise ConfigError(f"exp_manager.early_stopping.patience is set, and its monitor is {early.monitor}: {reason}")
@@ -44,13 +44,16 @@ def check_monitors(config: Config, sets: Collection[str]) -> None:
         log.warning("no checkpoint is kept for being the best: its monitor is %s, and %s", keep.monitor, reason)
 
 
-def _never_given(monitor: str, config: Config, sets: Collection[str]) -> str | None:
+def _never_given(monitor: str, config: Config, sets: Mapping[str, bool]) -> str | None:
     if not sets:
         return "there is no validation set to judge by; set data.validation_ds."
     if monitor.startswith("val/") and monitor.split("/")[1] not in sets:
         return f"there is no such validation set, only {', '.join(sorted(sets))}."
     if monitor == "val_served_accept_len" and not config.trainer.val_decode_prompts:
         return "trainer.val_decode_prompts is 0, so nothing is decoded; set it."
+    judged: Iterable[bool] = [sets[monitor.split("/")[1]]] if monitor.startswith("val/") else sets.values()
+    if not any(judged) and not monitor.endswith(("walk_accept_len", "served_accept_len")):
+        return "none of its samples has a usable anchor (model.draft.block_size, model.objective.anchor_fit)."
     return None
 
 
@@ -143,22 +146,27 @@ class Waited(Protocol):
 
 
 class Clock:
-    """Wall time, and time spent waiting for data, since it was last read; what runs inside `paused` does not count."""
+    """Wall time, time spent waiting for data, and tokens trained on since it was last read; what runs inside `paused` does not count.
 
-    def __init__(self, feed: Waited) -> None:
+    `tokens_seen` are those of before, by the run that this one goes on from too: its time is not known here.
+    """
+
+    def __init__(self, feed: Waited, tokens_seen: int) -> None:
+        self._tokens_seen = tokens_seen
         self._feed, self._advised = feed, False
         self._total: tuple[float, float] | None = None  # without the first reading: it waits for the first batch, and for much besides
         self._seconds = self._waited = 0.0
         self._begin()
 
-    def read(self) -> tuple[float, float]:
-        """Seconds, and of them those spent waiting; begins anew."""
+    def read(self, tokens_seen: int) -> tuple[float, float, int]:
+        """Seconds, of them those spent waiting, and tokens, of which `tokens_seen` are seen now; begins anew."""
         self._end()
+        tokens, self._tokens_seen = tokens_seen - self._tokens_seen, tokens_seen
         read = self._seconds, self._waited
         self._seconds = self._waited = 0.0
         self._total = (0.0, 0.0) if self._total is None else (self._total[0] + read[0], self._total[1] + read[1])
         self._begin()
-        return read
+        return *read, tokens
 
     def advice(self, num_workers: int) -> str | None:
         """What is to be said of the time spent waiting, once in a run."""

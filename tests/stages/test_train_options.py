@@ -83,20 +83,20 @@ def test_early_stopping_is_the_same_over_a_resume(tmp_path: Path, given: Config,
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("monitor", "sets", "words"),
     [
-        ({"monitor": "val/other/loss"}, r"monitor is val/other/loss: there is no such validation set, only heldout\."),
-        ({"monitor": "val_served_accept_len"}, r"trainer\.val_decode_prompts is 0"),
-        ({"monitor": "val_loss"}, "there is no validation set to judge by"),
+        ("val/other/loss", {"heldout": True}, r"monitor is val/other/loss: there is no such validation set, only heldout\."),
+        ("val_served_accept_len", {"heldout": True}, r"trainer\.val_decode_prompts is 0"),
+        ("val_loss", {}, "there is no validation set to judge by"),
+        ("val/one/loss", {"heldout": True, "one": False}, "none of its samples has a usable anchor"),
+        ("val_loss", {"one": False}, "none of its samples has a usable anchor"),
     ],
 )
-def test_early_stopping_by_what_is_not_measured_is_an_error_at_once(
-    tmp_path: Path, given: Config, changes: dict[str, Any], words: str
-) -> None:
-    early = {"early_stopping": {"patience": 1, **changes}, "explicit_log_dir": str(tmp_path / "run")}
+def test_early_stopping_by_what_is_not_measured_is_an_error_at_once(given: Config, monitor: str, sets: dict[str, bool], words: str) -> None:
+    early = {"early_stopping": {"patience": 1, "monitor": monitor}}
     wanted = Config.model_validate({**given.model_dump(exclude_unset=True), "exp_manager": early})
     with pytest.raises(ConfigError, match=words):
-        check_monitors(wanted, () if "val_loss" in changes.values() else ("heldout",))
+        check_monitors(wanted, sets)
 
 
 def test_a_monitor_that_no_validation_gives_ends_the_run_before_its_first_step(

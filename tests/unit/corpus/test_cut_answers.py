@@ -51,11 +51,13 @@ def test_a_think_block_that_the_template_closes_before_cut_reasoning_is_not_the_
 @pytest.mark.parametrize("arguments", ['{"city": "Bo', {"city": "Bonn"}])
 def test_of_a_call_in_which_an_answer_was_cut_the_template_writes_the_end(arguments: Any) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
-    (text,) = supervised(CALLS, {"content": "I look", "tool_calls": [call]})
-    assert text.startswith("I look<tool_call>")
-    assert "weather" not in text
-    (whole,) = supervised(CALLS, {"content": "I look", "tool_calls": [call]}, cut_short=False)
-    assert whole.endswith("</tool_call><|im_end|>")
+    found = supervised(CALLS, {"content": "I look", "tool_calls": [call]})
+    assert isinstance(found, list)
+    assert found[0].startswith("I look<tool_call>")
+    assert "weather" not in found[0]
+    whole = supervised(CALLS, {"content": "I look", "tool_calls": [call]}, cut_short=False)
+    assert isinstance(whole, list)
+    assert whole[0].endswith("</tool_call><|im_end|>")
 
 
 def test_one_sample_a_turn_of_a_chat_that_ends_with_a_question(tiny_target: Path, tiny_tokenizer: Any, tmp_path: Path, qwen3: str) -> None:
