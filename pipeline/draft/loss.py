@@ -10,6 +10,7 @@ from torch import nn
 from pipeline.config.schema import ObjectiveSection
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.groups import Place
+from pipeline.draft.matmul import times_transposed
 from pipeline.draft.metrics import BlockSums, accepted_prefix
 from pipeline.draft.model import Draft
 from pipeline.errors import DraftError
@@ -116,7 +117,7 @@ def cross_entropy(
 
 def head_logits(hidden: torch.Tensor, head: torch.Tensor, bundle: TargetBundle) -> torch.Tensor:
     """The target's logits of `hidden` [M, H] (in the dtype of `head`), fp32 [M, V], scaled and capped as the target does."""
-    logits = (hidden @ head.T).float()
+    logits = times_transposed(hidden, head).float()
     if bundle.output_multiplier != 1.0:
         logits *= bundle.output_multiplier
     if bundle.final_logit_softcapping is not None:
@@ -153,7 +154,7 @@ class _HeadLoss(torch.autograd.Function):
                     probabilities *= weights[rows].unsqueeze(1)
                     if slope is not None:
                         probabilities *= slope
-                    grad[rows] = (probabilities.to(dtype) @ head).to(grad.dtype)
+                    grad[rows] = times_transposed(probabilities.to(dtype), head.T).to(grad.dtype)
         if grad is not None:
             ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(predicted)
