@@ -2,6 +2,7 @@
 
   python stages/bench.py cache --cache CACHE [--mb 256]                    size and speed of every codec on the states of a cache
   python stages/bench.py codecs CONFIG [--seeds 5] [a.b=value …]           what int8 and int4 cost drafts that are trained on them
+  python stages/bench.py step [--seq 2048 …] [--peer NAME --peer-script FILE]    time and memory of a training step, beside an opponent's
 
 CONFIG is that of a training run from a raw or lossless cache. Exit code 2: what was asked cannot be done; the message says why.
 """
@@ -10,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,17 @@ def codecs(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     return as_text(found), found
 
 
+def step(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    from pipeline.bench.step import Peer, StepSettings, as_text, bench_step
+
+    settings = StepSettings(
+        **{field.name: getattr(arguments, field.name) for field in fields(StepSettings) if hasattr(arguments, field.name)}
+    )
+    peer = Peer(arguments.peer, arguments.peer_script, arguments.peer_packages) if arguments.peer else None
+    found = bench_step(settings, arguments.rounds, peer)
+    return as_text(found), found
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -50,7 +63,24 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("config", help="of a training run")
     command.add_argument("overrides", nargs="*", metavar="a.b=value")
     command.add_argument("--seeds", type=int, default=5, help="drafts a codec; default: 5")
+    command = commands.add_parser("step")
+    command.set_defaults(call=step)
+    for name, default in (("seq", 2048), ("anchors", 256), ("block", 16), ("layers", 3), ("hidden", 576), ("vocab", 49152)):
+        command.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    command.add_argument("--dtype", choices=("fp32", "bf16-mixed"), default="fp32")
+    command.add_argument("--peer", choices=("nemo-automodel", "specforge"), help="an opponent to time in turns with this step")
+    command.add_argument("--peer-script", type=Path, help="what times the opponent")
+    command.add_argument("--peer-packages", type=Path, help="folder of the opponent's packages, where they are not installed")
+    _add_timing(command, 3)
     return parser
+
+
+def _add_timing(command: argparse.ArgumentParser, rounds: int) -> None:
+    command.add_argument("--threads", type=int, default=2, help="cores to use; default: 2")
+    command.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, for a machine that does other things"
+    )
+    command.add_argument("--rounds", type=int, default=rounds, help=f"repeats; default: {rounds}")
 
 
 def main(argv: Sequence[str]) -> int:
