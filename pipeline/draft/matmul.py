@@ -22,9 +22,15 @@ ONEDNN = _onednn_linear is not None and torch.backends.cpu.get_cpu_capability() 
 """Whether oneDNN is the quicker one here. By what the machine is, not by a measurement: a machine gives the same bits every time."""
 
 
-def times_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K] times the transpose of b [N, K], [M, N]; without a gradient."""
-    return _onednn(a, b) if _is_quicker(a, b) else a @ b.T
+def times_transposed(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, by: torch.Tensor | None = None) -> torch.Tensor:
+    """(a [M, K] times the transpose of b [N, K] + bias [N]) * by [M, N], in one pass where oneDNN does it; [M, N], without a gradient.
+
+    `b` may have any strides; an `a` whose rows are apart is copied.
+    """
+    if _is_quicker(a, b):
+        return _onednn(a, b, bias, by)
+    result = a @ b.T if bias is None else torch.addmm(bias, a, b.T)
+    return result if by is None else result.mul_(by)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,9 +53,9 @@ def _is_quicker(a: torch.Tensor, b: torch.Tensor) -> bool:
     return ONEDNN and a.device.type == "cpu" and a.dtype == b.dtype == torch.float32 and a.numel() >= FEW_ROWS * a.shape[-1] > 0
 
 
-def _onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, by: torch.Tensor | None = None) -> torch.Tensor:
     assert _onednn_linear is not None
-    result: torch.Tensor = _onednn_linear(a, b, bias, "none", [], "")
+    result: torch.Tensor = _onednn_linear(a, b, bias, "none", [], "") if by is None else _onednn_linear.binary(a, by, b, bias, "mul")
     return result
 
 

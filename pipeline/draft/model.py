@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from pipeline.draft.attention import attend, plan_tiles
+from pipeline.draft.attend import attend
+from pipeline.draft.attention import plan_tiles
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.fused import rms_norm, swiglu
 from pipeline.draft.groups import Place, places, sum_over

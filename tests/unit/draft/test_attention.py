@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.draft import attend as backends
 from pipeline.draft import attention
-from pipeline.draft.attention import attend, plan_tiles, visible
+from pipeline.draft.attend import attend
+from pipeline.draft.attention import plan_tiles, visible
 from pipeline.records import DraftBatch
 from tests.support.drafts import any_batch, small_config
 
@@ -47,7 +49,7 @@ def test_visible_key_by_key(shape: dict[str, int]) -> None:
             assert set(mask[row, 0, block * size + slot].nonzero().flatten().tolist()) == expected
 
 
-@pytest.mark.parametrize("backend", [attend, attention._portable])
+@pytest.mark.parametrize("backend", [attend, backends._portable])
 @settings(max_examples=25, deadline=None)
 @given(shape=shapes, heads=st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]), tile_queries=st.sampled_from([1, 12, 256]))
 def test_tiles_agree_with_the_dense_mask(
@@ -99,5 +101,12 @@ def test_long_contexts_cross_the_kernels_passes() -> None:
         dense = F.scaled_dot_product_attention(query[:, 0].transpose(1, 2), keys, values, attn_mask=mask).transpose(1, 2)[:, None]
         torch.testing.assert_close(attend(query, key, value, (context_key, context_value), plan.tiles[window]), dense, rtol=1e-5, atol=1e-5)
         half = [x.bfloat16() for x in (query, key, value, context_key, context_value)]
+        wild = [torch.where(torch.arange(160)[:, None, None] % 5 == 0, 300 * query, query), key, value]
+        scores = torch.einsum("rhqgd,rhkd->rhgqk", wild[0].double(), torch.cat((context_key, key), dim=2).double()) / 8**0.5
+        assert float(scores.masked_fill(~mask.unsqueeze(2), 0.0).amax()) > 200  # whose exponentials no float32 holds
+        shares = scores.masked_fill(~mask.unsqueeze(2), float("-inf")).softmax(-1)
+        exact = torch.einsum("rhgqk,rhkd->rhqgd", shares, torch.cat((context_value, value), dim=2).double())
+        found = attend(wild[0], key, value, (context_key, context_value), plan.tiles[window])
+        torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-4)
         rounded = attend(half[0], half[1], half[2], (half[3], half[4]), plan.tiles[window])
         torch.testing.assert_close(rounded.float(), dense, rtol=0.05, atol=0.03)
