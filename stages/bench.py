@@ -3,6 +3,9 @@
   python stages/bench.py cache --cache CACHE [--mb 256]                    size and speed of every codec on the states of a cache
   python stages/bench.py codecs CONFIG [--seeds 5] [a.b=value …]           what int8 and int4 cost drafts that are trained on them
   python stages/bench.py step [--seq 2048 …] [--peer NAME --peer-script FILE]    time and memory of a training step, beside an opponent's
+  python stages/bench.py capture CONFIG [--tokens 16384] [a.b=value …]    capture beside forwards of the same batches
+  python stages/bench.py loader --cache CACHE [--mb 256]                   random reads beside the codec and beside a file a sample
+  python stages/bench.py decode [--seq 1024 …]                             drafting of one block beside its products
 
 CONFIG is that of a training run from a raw or lossless cache. Exit code 2: what was asked cannot be done; the message says why.
 """
@@ -13,10 +16,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import PipelineError
 from pipeline.runtime.logs import setup_logs
+
+if TYPE_CHECKING:
+    from pipeline.bench.step import StepSettings
 
 
 def cache(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
@@ -41,14 +47,51 @@ def codecs(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def step(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    from pipeline.bench.step import Peer, StepSettings, as_text, bench_step
+    from pipeline.bench.step import Peer, as_text, bench_step
 
-    settings = StepSettings(
-        **{field.name: getattr(arguments, field.name) for field in fields(StepSettings) if hasattr(arguments, field.name)}
-    )
     peer = Peer(arguments.peer, arguments.peer_script, arguments.peer_packages) if arguments.peer else None
-    found = bench_step(settings, arguments.rounds, peer)
+    found = bench_step(_settings(arguments), arguments.rounds, peer)
     return as_text(found), found
+
+
+def capture(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    import torch
+
+    from pipeline.bench.capture import as_text, bench_capture
+    from pipeline.config.load import load_config
+    from pipeline.runtime.ranks import start_ranks, stop_ranks
+
+    config = load_config("capture", arguments.config, arguments.overrides)
+    torch.set_num_threads(arguments.threads)
+    ranks = start_ranks(1, None, 1)
+    try:
+        found = bench_capture(config, ranks, arguments.tokens, arguments.rounds, arguments.clock)
+    finally:
+        stop_ranks()
+    return as_text(found), found
+
+
+def loader(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    import torch
+
+    from pipeline.bench.loader import as_text, bench_loader
+
+    torch.set_num_threads(arguments.threads)
+    found = bench_loader(arguments.cache, int(arguments.mb * 1e6), arguments.rounds, arguments.clock)
+    return as_text(found), found
+
+
+def decode(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    from pipeline.bench.decode import as_text, bench_decode
+
+    found = bench_decode(_settings(arguments), arguments.committed, arguments.rounds)
+    return as_text(found), found
+
+
+def _settings(arguments: argparse.Namespace) -> "StepSettings":
+    from pipeline.bench.step import StepSettings
+
+    return StepSettings(**{field.name: getattr(arguments, field.name) for field in fields(StepSettings) if hasattr(arguments, field.name)})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,14 +108,34 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seeds", type=int, default=5, help="drafts a codec; default: 5")
     command = commands.add_parser("step")
     command.set_defaults(call=step)
-    for name, default in (("seq", 2048), ("anchors", 256), ("block", 16), ("layers", 3), ("hidden", 576), ("vocab", 49152)):
-        command.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
-    command.add_argument("--dtype", choices=("fp32", "bf16-mixed"), default="fp32")
+    _add_shape(command, seq=2048, anchors=256, block=16, layers=3, hidden=576, vocab=49152)
     command.add_argument("--peer", choices=("nemo-automodel", "specforge"), help="an opponent to time in turns with this step")
     command.add_argument("--peer-script", type=Path, help="what times the opponent")
     command.add_argument("--peer-packages", type=Path, help="folder of the opponent's packages, where they are not installed")
     _add_timing(command, 3)
+    command = commands.add_parser("capture")
+    command.set_defaults(call=capture)
+    command.add_argument("config", help="of a capture run; nothing is written to its cache")
+    command.add_argument("overrides", nargs="*", metavar="a.b=value")
+    command.add_argument("--tokens", type=int, default=16384, help="most tokens to capture, in whole shards; default: 16384")
+    _add_timing(command, 5)
+    command = commands.add_parser("loader")
+    command.set_defaults(call=loader)
+    command.add_argument("--cache", type=Path, required=True, help="a complete cache, raw or lossless")
+    command.add_argument("--mb", type=float, default=256.0, help="most states to measure on, in 10^6 bytes; default: 256")
+    _add_timing(command, 5)
+    command = commands.add_parser("decode")
+    command.set_defaults(call=decode)
+    _add_shape(command, seq=1024, block=16, layers=5, hidden=576, vocab=49152)
+    command.add_argument("--committed", type=int, default=4, help="tokens that a step commits; default: 4")
+    _add_timing(command, 9)
     return parser
+
+
+def _add_shape(command: argparse.ArgumentParser, **sizes: int) -> None:
+    for name, default in sizes.items():
+        command.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    command.add_argument("--dtype", choices=("fp32", "bf16-mixed"), default="fp32")
 
 
 def _add_timing(command: argparse.ArgumentParser, rounds: int) -> None:

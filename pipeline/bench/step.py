@@ -16,11 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.bench.timing import CLOCKS, Clock, median_of
 from pipeline.errors import BenchError
 from pipeline.report.tables import table
-
-Clock = Literal["wall", "cpu"]
-"""What seconds are: those of the clock, or those that processors spent, over all threads: for machines that do other things besides."""
 
 PEERS = {"nemo-automodel": "automodel", "specforge": "specforge"}
 """Opponents, and what the script that times them calls them."""
@@ -97,9 +95,8 @@ def as_text(found: Mapping[str, Any]) -> str:
         rows.append(_row(found["peer"]["name"], found["peer"]))
         rows.append(["this step, times as fast", found["speedup"], "", "", round(found["peak_share"], 3), ""])
     shape = " ".join(f"{name} {settings[name]}" for name in ("seq", "anchors", "block", "layers", "hidden", "vocab", "dtype", "threads"))
-    clock = "clock time" if settings["clock"] == "wall" else "processor time of all threads"
     shown = table(("", "seconds", "least", "most", "peak MiB", "loss"), rows)
-    return f"{shape}; {clock}\n\n{shown}\n\n{found['seconds_per_floor']:.2f} times the products alone"
+    return f"{shape}; {CLOCKS[settings['clock']]}\n\n{shown}\n\n{found['seconds_per_floor']:.2f} times the products alone"
 
 
 def _row(name: str, found: Mapping[str, Any]) -> list[object]:
@@ -107,10 +104,8 @@ def _row(name: str, found: Mapping[str, Any]) -> list[object]:
 
 
 def _summary(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    seconds = [run["seconds"] for run in runs]
     return {
-        "seconds": statistics.median(seconds),
-        "seconds_range": [min(seconds), max(seconds)],
+        **median_of("seconds", [run["seconds"] for run in runs]),
         "peak_mib": round(statistics.median(run["peak_mib"] for run in runs)),
         "loss": runs[0]["loss"],
     }

@@ -15,9 +15,9 @@ def measure_step(settings: StepSettings) -> dict[str, float]:
     work = build(settings)
     for _ in range(2):
         work.draft.zero_grad(set_to_none=True)
-        begin = now(settings.clock, settings.device)
+        begin = now(settings)
         loss = work.step()
-        seconds = now(settings.clock, settings.device) - begin
+        seconds = now(settings) - begin
     return {"seconds": seconds, "loss": loss, "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 

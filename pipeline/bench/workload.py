@@ -1,13 +1,13 @@
 """The work that is measured: a draft, one sample of random states, and the matrix products that a training step on it needs."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from pipeline.bench.step import Clock, StepSettings
+from pipeline.bench import timing
+from pipeline.bench.step import StepSettings
 from pipeline.config.schema import ObjectiveSection
 from pipeline.draft.anchors import draw_anchors, usable_anchors
 from pipeline.draft.config import FULL, DraftConfig
@@ -156,15 +156,15 @@ def seconds_of(call: Callable[[], object], settings: StepSettings) -> float:
     call()
     least, total = float("inf"), 0.0
     while total < MIN_SECONDS:
-        begin = now(settings.clock, settings.device)
+        begin = now(settings)
         call()
-        spent = now(settings.clock, settings.device) - begin
+        spent = now(settings) - begin
         least, total = min(least, spent), total + max(spent, 1e-6)
     return least
 
 
-def now(clock: Clock, device: str = "cpu") -> float:
-    """Seconds, when the device has done all that it was given."""
-    if device == "cuda":
+def now(settings: StepSettings) -> float:
+    """When the device has done all that it was given."""
+    if settings.device == "cuda":
         torch.cuda.synchronize()
-    return time.process_time() if clock == "cpu" else time.perf_counter()
+    return timing.now(settings.clock)

@@ -140,8 +140,12 @@ class ArrayFile:
 
     def decode(self, chunk: int) -> NDArray[np.uint8]:
         """A chunk's bytes as `take_rows` wants them."""
+        return decode_chunk(self.stored(chunk), self.spec, f"{self.path}, chunk {chunk}")
+
+    def stored(self, chunk: int) -> bytes:
+        """A chunk as it lies on the disk."""
         offset, size = (int(value) for value in self._chunks[chunk])
-        return decode_chunk(self._pread(offset, size), self.spec, f"{self.path}, chunk {chunk}")
+        return self._pread(offset, size)
 
     def _pread(self, offset: int, size: int) -> bytes:
         data = os.pread(self._descriptor, size, offset)

@@ -38,6 +38,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     plain = torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling() or type(weight) not in (torch.Tensor, nn.Parameter)
     if plain or not _is_quicker(x, weight):
         return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return _onednn(x, weight, bias)
     result: torch.Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return result
 

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from pipeline.draft.matmul import ONEDNN, times_transposed
 from pipeline.draft.model import Attend, Draft
 
 
@@ -51,6 +52,21 @@ class Serving:
                 mask = ((behind < window) | own).repeat_interleave(query.shape[3], dim=0)
             keys, values = (buffer[:, :, first:end] for buffer in self._kept[layer])
             keys[:, :, -slots:], values[:, :, -slots:] = key, value
-            return F.scaled_dot_product_attention(query.flatten(2, 3), keys, values, attn_mask=mask).view(query.shape)
+            return _attention(query.flatten(2, 3), keys, values, mask).view(query.shape)
 
         return attend
+
+
+def _attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Of queries [1, Hkv, Q, D] to keys and values [1, Hkv, K, D] where `mask` bool [Q, K] is true: [1, Hkv, Q, D]."""
+    if query.device.type != "cpu" or not ONEDNN:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+    # For so few queries and so many keys, plain products are quicker on a CPU than torch's kernel, which is made for many queries.
+    query = query * query.shape[-1] ** -0.5
+    out = []
+    for head in range(query.shape[1]):
+        scores = times_transposed(query[0, head], keys[0, head])
+        if mask is not None:
+            scores.masked_fill_(~mask, -torch.inf)
+        out.append(times_transposed(scores.softmax(dim=-1), values[0, head].T))
+    return torch.stack(out).unsqueeze(0)
