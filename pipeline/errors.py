@@ -7,6 +7,7 @@
     │   └── StoppedError          SIGTERM asked the run to end; exit code 143, and the same command goes on
     ├── CorpusError               a corpus that cannot be read, or nothing usable in it
     │   └── TemplateError         a chat template whose assistant turns cannot be located
+    ├── RegenerateError           answers that no server gives, or a folder that holds answers of another run
     ├── TargetError               a target that cannot be loaded, split or captured as asked
     │   └── HiddenStateError      states that are not finite, all zero or constant
     ├── CacheError                a cache that cannot be written or read
@@ -51,6 +52,10 @@ class CorpusError(PipelineError):
 
 class TemplateError(CorpusError):
     """The chat template does not let the assistant's tokens be located."""
+
+
+class RegenerateError(PipelineError):
+    """No server can be asked, or the folder of answers was begun with other settings or prompts."""
 
 
 class TargetError(PipelineError):

@@ -177,7 +177,8 @@ class DraftBatch:
     ascending is fastest), `document_start` and `document_end` (row indices of the anchor's document, end exclusive) and
     `block_valid` (false for padding).
     A block sees context rows in [document_start, anchor) and its own slots; slot k stands at row anchor + k and has a
-    label when anchor + k < document_end and the loss mask is true there. `final` [R, S, H] only where an objective needs it.
+    label when anchor + k < document_end and the loss mask is true there. `final` [R, S, H] only where an objective needs it, and
+    `prefix_lengths` int64 [R, N], how many slots of a block show their token: 1, the anchor's own, where there is none.
     `quantised` [R, S, L, H], of a lossy cache: `features` are [R, S, 0] until `to` has moved it to the device and made them of it.
     """
 
@@ -192,6 +193,7 @@ class DraftBatch:
     block_valid: torch.Tensor
     final: torch.Tensor | None = None
     quantised: Quantised | None = None
+    prefix_lengths: torch.Tensor | None = None
 
     def check(self) -> Self:
         rows, tokens = self.input_ids.shape

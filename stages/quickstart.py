@@ -19,10 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RUN = Path("runs/quickstart")
 TARGET, CHATS, CACHE, TRAIN = RUN / "target", RUN / "chats", RUN / "cache", RUN / "train"
 UNTRAINED = RUN / "untrained"
-PROMPTS = Path("configs/quickstart/prompts.jsonl")
+ANSWER_CONFIG = "configs/regenerate/quickstart.yaml"
 CAPTURE_CONFIG, TRAIN_CONFIG = "configs/capture/quickstart.yaml", "configs/train/quickstart.yaml"
-MAX_NEW_TOKENS = 128
-BATCH_SIZE = 27
 UNSEEN_EVERY = 9
 """Each ninth prompt is kept for evaluation; the kinds of prompts lie together in the file, so each kind is in both parts."""
 UNTRAINED_PROMPTS = 3
@@ -109,18 +107,9 @@ def write_chats() -> None:
     if all(path.exists() for path in parts.values()):
         print(f"{CHATS} is there already")
         return
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from pipeline.decode.answers import write_answers
-
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
-    everything = CHATS / "all.jsonl"
+    launch("regenerate", ANSWER_CONFIG)
     CHATS.mkdir(parents=True, exist_ok=True)
-    write_answers(model, tokenizer, rows, everything, max_new_tokens=MAX_NEW_TOKENS, batch_size=BATCH_SIZE)
-    lines = everything.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = (RUN / "answers/answers.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     unseen = lines[UNSEEN_EVERY - 1 :: UNSEEN_EVERY]
     parts["unseen"].write_text("".join(unseen), encoding="utf-8")
     parts["train"].write_text("".join(line for line in lines if line not in unseen), encoding="utf-8")
@@ -142,11 +131,12 @@ def make_untrained() -> None:
     import torch
 
     from pipeline.draft.export import export_draft
-    from pipeline.draft.model import Draft, DraftConfig
+    from pipeline.draft.model import Draft
+    from pipeline.draft.published import from_json
 
     shutil.rmtree(UNTRAINED / "export", ignore_errors=True)
     torch.manual_seed(0)
-    config = DraftConfig.from_json(json.loads((TRAIN / "export/config.json").read_text()))
+    config = from_json(json.loads((TRAIN / "export/config.json").read_text()))
     UNTRAINED.mkdir(parents=True, exist_ok=True)
     export_draft(Draft(config), UNTRAINED / "export")
 

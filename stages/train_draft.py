@@ -20,8 +20,8 @@ def main(config: Config) -> None:
     from pipeline.train.loop import train
 
     # The target is divided only where it is loaded; from a cache, every rank is a data-parallel one.
-    tp_size = config.model.target.tp_size if config.data.mode == "online" else 1
-    ranks = start_ranks(tp_size, config.trainer.devices, config.trainer.num_nodes)
+    tp_size = config.model.target.tp_size if config.data.mode != "offline" else 1
+    ranks = start_ranks(tp_size, config.trainer.devices, config.trainer.num_nodes, config.trainer.timeout_seconds)
     try:
         setup_logs(ranks.rank, Path(config.log_dir, "logs"))
         finished = train(config, ranks)

@@ -41,3 +41,11 @@ def tiny_tokenizer(tiny_target: Path) -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(tiny_target)
+
+
+@pytest.fixture(scope="session")
+def answering_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny target that ends some of its answers before a limit."""
+    from tests.support.tiny import write_answering_target
+
+    return write_answering_target(tmp_path_factory.mktemp("answering") / "target")

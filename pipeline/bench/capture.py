@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from pipeline.bench.timing import CLOCKS, Clock, in_turns, rate
 from pipeline.cache.manifest import create_or_compare
 from pipeline.capture.identity import manifest_of
-from pipeline.capture.launch import Launch
 from pipeline.capture.shards import Work, capture_shards
 from pipeline.config.schema import Config
 from pipeline.corpus.plan import plan_shards
@@ -26,6 +25,7 @@ from pipeline.corpus.prepare import prepare
 from pipeline.errors import BenchError
 from pipeline.records import TokenSample
 from pipeline.report.tables import table
+from pipeline.runtime.launch import Launch
 from pipeline.runtime.logs import Progress
 from pipeline.runtime.ranks import Ranks
 from pipeline.target.folder import target_folder

@@ -19,6 +19,7 @@ from pipeline.cache.reader import Cache
 from pipeline.cache.recode import Codec, recode
 from pipeline.config.schema import Config
 from pipeline.draft.export import load_draft
+from pipeline.draft.loss import layout_of
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.report.tables import table
 from pipeline.runtime.files import write_json
@@ -115,12 +116,13 @@ def held_out_accept_len(config: Config, data: TrainingData, export: Path) -> flo
     """accept_len of an exported draft, computed in float32, over every usable anchor of all held-out samples of `data`."""
     draft = load_draft(export).float().eval()
     bundle = data.bundle.to(torch.device("cpu"), torch.float32)
-    total = torch.zeros(len(Sums.zero(draft.config.block_size).values), dtype=torch.float64)
+    layout = layout_of(draft.config, config.model.objective)
+    total = torch.zeros(len(Sums.zero(layout).values), dtype=torch.float64)
     with torch.no_grad():
         for numbers in validation_sets(data).values():
             for number in numbers:
                 total += score(draft, bundle, config.model.objective, data.source([number])[0])[0]
-    metrics = Sums(tuple(total.tolist())).metrics()
+    metrics = Sums(tuple(total.tolist()), layout).metrics()
     if not metrics:
         raise TrainingError("the held-out samples have no usable anchor; lower model.draft.block_size.")
     return float(metrics["accept_len"])

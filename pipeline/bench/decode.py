@@ -14,7 +14,7 @@ import torch
 from pipeline.bench.step import StepSettings
 from pipeline.bench.timing import CLOCKS, in_turns, median_of
 from pipeline.bench.workload import TARGET_LAYERS, draft_config
-from pipeline.draft.loss import head_logits
+from pipeline.draft.head import head_logits
 from pipeline.draft.matmul import times_transposed
 from pipeline.draft.model import Draft
 from pipeline.draft.serving import Serving
@@ -72,7 +72,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 def _drafts(serving: Serving, features: torch.Tensor, block: torch.Tensor, start: int) -> Callable[[], None]:
     def draft() -> None:
-        serving.length = start
+        serving.lengths = [start]
         for _ in range(REPEATS):
             serving.extend(features)
             serving.hidden(block)

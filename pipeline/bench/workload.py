@@ -8,7 +8,7 @@ import torch
 
 from pipeline.bench import timing
 from pipeline.bench.step import StepSettings
-from pipeline.config.schema import ObjectiveSection
+from pipeline.config.draft import ObjectiveSection
 from pipeline.draft.anchors import draw_anchors, usable_anchors
 from pipeline.draft.config import FULL, DraftConfig
 from pipeline.draft.loss import objective
@@ -31,17 +31,11 @@ class Workload:
     batch: DraftBatch
 
     def step(self) -> float:
-        """Forward and backward; gradients are left in the draft. The loss, as soon as it is there."""
-        sums = objective_of(self)
-        loss = sums / self.settings.supervised_slots
-        loss.backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach())
-
-
-def objective_of(work: Workload) -> torch.Tensor:
-    with autocast(work.settings):
-        sums = objective(work.draft, work.bundle, work.batch, ObjectiveSection())
-    return sums.numerator * (work.settings.supervised_slots / sums.denominator)
+        """Forward and backward; gradients are left in the draft. The loss."""
+        with autocast(self.settings):
+            sums = objective(self.draft, self.bundle, self.batch, ObjectiveSection())
+        torch.autograd.backward(sums.loss)
+        return float(sums.loss.detach())
 
 
 def autocast(settings: StepSettings) -> AbstractContextManager[object]:

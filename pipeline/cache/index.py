@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import stat
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import cached_property
@@ -129,10 +130,14 @@ class Index:
         return digest.hexdigest()
 
 
-def build_index(cache: Path, manifest: Manifest) -> Index:
-    """Put the index together from all shards; `CacheCorruptError` naming the first file that is missing, cut or disagrees."""
+def build_index(cache: Path, manifest: Manifest, shards: Sequence[int] | None = None) -> Index:
+    """Put the index together from all shards, or from `shards`, ascending, as if there were no others.
+
+    Raises `CacheCorruptError` naming the first file that is missing, cut or disagrees.
+    """
+    numbers = range(manifest.num_shards) if shards is None else shards
     with ThreadPoolExecutor() as pool:
-        parts = list(pool.map(lambda shard: _shard_part(cache, manifest, shard), range(manifest.num_shards)))
+        parts = list(pool.map(lambda shard: _shard_part(cache, manifest, shard), numbers))
     table = pa.concat_tables([part for part, _, _ in parts])
     columns = {name: table.column(name).combine_chunks() for name in table.column_names}
     for name in ("source", "split"):
@@ -140,9 +145,12 @@ def build_index(cache: Path, manifest: Manifest) -> Index:
     used = np.zeros(max(len(bitmap) for _, _, bitmap in parts), np.bool_)
     for _, _, bitmap in parts:
         used[: len(bitmap)] |= bitmap
+    entries = dict.fromkeys(range(manifest.num_shards), ShardEntry(0, 0, "", "", {})) | dict(
+        zip(numbers, (entry for _, entry, _ in parts), strict=True)
+    )
     metadata = {
         "format_version": str(FORMAT_VERSION),
-        "shards": json.dumps([astuple(entry) for _, entry, _ in parts]),
+        "shards": json.dumps([astuple(entry) for entry in entries.values()]),
         "used_token_ids": base64.b64encode(np.packbits(used, bitorder="little").tobytes()).decode(),
         "num_token_ids": str(len(used)),
     }

@@ -39,6 +39,7 @@ def info(cache: Path) -> dict[str, Any]:
         "dtype": manifest.dtype,
         "codec": manifest.codec,
         "segments": manifest.segments,
+        "corpus": manifest.corpus,
         "totals": manifest.totals.model_dump() if manifest.totals else None,
         "captured": captured,
         "shards": {"expected": manifest.num_shards, "present": len(whole), "missing": missing, "unreadable": unreadable},
@@ -81,6 +82,11 @@ def _sizes(cache: Path, manifest: Manifest, markers: Mapping[int, ShardMarker]) 
     }
 
 
+def _account(corpus: Mapping[str, Any]) -> str:
+    dropped = ", ".join(f"{n:,} {reason}" for reason, n in sorted(corpus["dropped"].items(), key=lambda item: -item[1]))
+    return f"{corpus['rows']:,} rows, {corpus['kept']:,} kept" + (f"; left out: {dropped}" if dropped else "")
+
+
 def as_text(found: Mapping[str, Any]) -> str:
     """`info` for people: a table of two columns, then the identities."""
     shards, sizes, captured = found["shards"], found["bytes"], found["captured"]
@@ -93,6 +99,7 @@ def as_text(found: Mapping[str, Any]) -> str:
         ("layers", f"{found['layer_ids']}{' and final' if found['final'] else ''}, {found['hidden_size']} wide, {found['dtype']}"),
         ("codec", found["codec"]),
         ("shards", f"{shards['present']:,} of {shards['expected']:,}{_some(', missing', shards['missing'])}"),
+        *([("corpus", _account(found["corpus"]))] if found["corpus"] else []),
         ("samples", f"{captured['samples']:,}"),
         ("tokens", f"{tokens:,}, {captured['supervised']:,} supervised"),
         *((f"  in {name}", f"{count:,} samples") for name, count in ((found["totals"] or {}).get("samples_by_split") or {}).items()),

@@ -67,6 +67,10 @@ class Manifest(Sealed):
         description="once something was appended: the corpus samples [start, end) that the first capture and each append brought. "
         "Shards are those of the first segment, then of the next, …; a segment is divided by itself",
     )
+    corpus: dict[str, JsonValue] | None = Field(
+        None,
+        description="account of the rows of the corpus: rows = kept + those dropped, by reason; the kept ones gave samples",
+    )
     totals: Totals | None = Field(None, description="once complete")
     index: FileRecord | None = Field(None, description="index.arrow, once complete")
     index_content_sha256: str | None = Field(None, description="of what index.arrow says, whichever Arrow version writes it; once complete")
@@ -197,8 +201,8 @@ def _shown(value: JsonValue) -> str:
 
 
 _SAMPLE_FIELDS = {"samples_identity"}
-PROGRESS_FIELDS = {"state", "totals", "index", "index_content_sha256", "target_files"}
-"""What changes as a cache is filled; all other fields are fixed when it is created."""
+PROGRESS_FIELDS = {"state", "corpus", "totals", "index", "index_content_sha256", "target_files"}
+"""What changes as a cache is filled, or says nothing of what it holds; all other fields are fixed when it is created."""
 
 
 def create_or_compare(cache: Path, manifest: Manifest) -> Manifest:

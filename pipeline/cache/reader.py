@@ -16,7 +16,7 @@ import torch
 from pipeline.cache.bundle import load_bundle
 from pipeline.cache.codec import new_states
 from pipeline.cache.commit import check_complete
-from pipeline.cache.index import Index, load_index, size_faults
+from pipeline.cache.index import Index, build_index, load_index, size_faults
 from pipeline.cache.layout import (
     CONFIG_COPY,
     FINAL,
@@ -41,7 +41,7 @@ State = TypeVar("State", torch.Tensor, Quantised)
 
 
 class Cache:
-    """A complete cache, opened by `Cache.open`. Reading is safe from several threads, and after a fork."""
+    """A complete cache, opened by `Cache.open`, or some shards of any. Reading is safe from several threads, and after a fork."""
 
     def __init__(self, path: Path, manifest: Manifest, index: Index) -> None:
         self.path = path
@@ -63,6 +63,12 @@ class Cache:
         index = load_index(cache, manifest)
         _check_sizes(cache, manifest, index, arrays)
         return cls(cache, manifest, index)
+
+    @classmethod
+    def open_shards(cls, path: Path | str, shards: Sequence[int]) -> "Cache":
+        """Committed shards, ascending, of a cache that need not be complete; it is as if there were no others."""
+        manifest = read_manifest(Path(path))
+        return cls(Path(path), manifest, build_index(Path(path), manifest, shards))
 
     def __len__(self) -> int:
         return len(self.index)

@@ -55,4 +55,5 @@ def manifest_of(config: Config, corpus: PreparedCorpus, num_shards: int) -> Mani
         codec=capture.codec,
         final=capture.final,
         num_shards=num_shards,
+        corpus=corpus.counts,
     )

@@ -17,7 +17,6 @@ import torch
 from pipeline.cache.layout import FINAL
 from pipeline.cache.manifest import Manifest
 from pipeline.cache.writer import ShardWriter
-from pipeline.capture.launch import Launch
 from pipeline.capture.shards import forward_ahead
 from pipeline.capture.sizes import CODECS, ChunkBytes, measure_chunk
 from pipeline.config.schema import Config, ObjectiveSection
@@ -27,6 +26,7 @@ from pipeline.draft.batch import BatchShape, collate
 from pipeline.draft.loss import objective
 from pipeline.draft.model import Draft, DraftConfig
 from pipeline.records import CapturedSample, DraftBatch, TargetBundle, TokenSample
+from pipeline.runtime.launch import Launch
 from pipeline.runtime.ranks import Ranks
 from pipeline.target.load import Target
 
@@ -90,11 +90,12 @@ def time_draft(config: Config, target: Target, bundle: TargetBundle, samples: Se
     # Ranks of a group forward together: how many samples may depend on nothing that one rank alone knows, such as the time.
     captured = [one for batch in forward_ahead(target, [[sample] for sample in samples[:DRAFT_SAMPLES]]) for one in batch]
     tokens, seconds = 0, 0.0
+    plain = config.model.objective.needs_final and not target.final  # nothing to distil from; cross-entropy takes about as long
     for batch in filter(None, [_draft_batch(config.model.objective, geometry, one) for one in captured]):
         begin = time.perf_counter()
         with torch.autocast(target.device.type, torch.bfloat16) if mixed else nullcontext():
-            sums = objective(draft, moved, batch.to(target.device), config.model.objective)
-        torch.autograd.backward(sums.numerator)
+            sums = objective(draft, moved, batch.to(target.device), ObjectiveSection() if plain else config.model.objective)
+        torch.autograd.backward(sums.loss)
         float(sums.denominator)  # waits for the device
         if tokens or seconds:
             tokens += batch.input_ids.shape[1]
@@ -108,7 +109,7 @@ def time_draft(config: Config, target: Target, bundle: TargetBundle, samples: Se
 
 def _draft_batch(section: ObjectiveSection, geometry: DraftConfig, captured: CapturedSample) -> DraftBatch | None:
     tokens = captured.tokens
-    usable = usable_anchors(tokens.spans, tokens.num_tokens, geometry.block_size, section.anchor_fit)
+    usable = usable_anchors(tokens.spans, tokens.num_tokens, geometry.block_size, section.anchor_fit, geometry.label_shift)
     if not len(usable):
         return None
     dtype = next(iter(captured.hidden.values())).dtype

@@ -12,7 +12,6 @@ import numpy as np
 
 from pipeline.cache.layout import shard_files
 from pipeline.cache.manifest import Manifest
-from pipeline.capture.launch import Launch
 from pipeline.capture.measure import Probe, measure, time_draft
 from pipeline.capture.sizes import INDEX_BYTES, free_bytes, hidden_bytes, marker_bytes, raw_hidden_bytes, sample_bytes
 from pipeline.config.schema import Config
@@ -21,6 +20,7 @@ from pipeline.corpus.estimate import CorpusEstimate, estimate
 from pipeline.corpus.plan import plan_shards
 from pipeline.errors import CorpusError
 from pipeline.report.tables import table
+from pipeline.runtime.launch import Launch
 from pipeline.runtime.ranks import Ranks
 from pipeline.target.folder import read_config
 from pipeline.target.head import bundle_of

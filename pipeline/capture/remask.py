@@ -54,7 +54,7 @@ def remask(config: Config) -> Manifest:
             rows = np.asarray(shards[shard])
             replace_samples(cache, shard, [corpus.sample(int(rows[i])) for i in stored_order(corpus.num_tokens[rows])])
 
-        reopen(cache, found.model_copy(update={"samples_identity": corpus.samples_fields}), state="remasking")
+        reopen(cache, found.model_copy(update={"samples_identity": corpus.samples_fields, "corpus": corpus.counts}), state="remasking")
         with ThreadPoolExecutor(os.cpu_count()) as pool, Progress(len(shards), "shards", "remasking", enabled=True) as progress:
             for _ in pool.map(rewrite, range(len(shards))):
                 progress.advance(1)

@@ -14,7 +14,7 @@ for its share of the shards; they meet in the cache's files alone, and the one t
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeAlias
@@ -27,7 +27,6 @@ from pipeline.cache.commit import check_complete, complete, missing_arrays, remo
 from pipeline.cache.layout import CONFIG_COPY, MANIFEST, target_folder, tokenizer_folder
 from pipeline.cache.manifest import Manifest, create_or_compare, read_marker
 from pipeline.capture.identity import expected_manifest, shards_of
-from pipeline.capture.launch import Launch
 from pipeline.capture.locks import capture_lock
 from pipeline.capture.shards import Work, capture_shards
 from pipeline.capture.sizes import free_bytes
@@ -40,6 +39,7 @@ from pipeline.corpus.prepare import prepare
 from pipeline.corpus.prepared import PreparedCorpus
 from pipeline.errors import CacheError, ConfigError
 from pipeline.runtime.files import FolderLock, atomic_file, atomic_folder, write_json
+from pipeline.runtime.launch import Launch
 from pipeline.runtime.logs import Progress
 from pipeline.runtime.provenance import provenance
 from pipeline.runtime.ranks import Ranks
@@ -56,6 +56,18 @@ Change: TypeAlias = Callable[[Config, Path, PreparedCorpus], Manifest | None]
 
 def capture(config: Config, ranks: Ranks, first: Change | None = None) -> None:
     """Capture the corpus of `config.data` into `config.capture.path`, or what is still missing there; every rank calls this.
+
+    For `first` and what is raised see `planned`.
+    """
+    with planned(config, ranks, first) as (work, needs_target):
+        if needs_target:
+            _capture_pending(config, work)
+
+
+@contextmanager
+def planned(config: Config, ranks: Ranks, first: Change | None = None, *, may_end_early: bool = False) -> Iterator[tuple[Work, bool]]:
+    """What a capture has around it: the plan, which every rank gets, with whether the target is needed for it; the lock, held as long as
+    the block runs; and when the block ends, the cache is completed. `may_end_early`: it need not have captured everything.
 
     `first` is what rank 0 does to a cache before it looks for what is missing: setting damaged shards aside (`repair.py`), or
     deciding what it shall hold besides (`append.py`).
@@ -76,13 +88,12 @@ def capture(config: Config, ranks: Ranks, first: Change | None = None) -> None:
             if ranks.is_main:
                 _plan(config, cache, launch, first)
             work, needs_target = _work(config, cache, launch, ranks)
-            if needs_target:
-                _capture_pending(config, work)
+            yield work, needs_target
             launch.tell(f"done-{ranks.rank}", True)
             if ranks.is_main:
                 for rank in range(1, ranks.world_size):
                     launch.hear(f"done-{rank}", f"the shards of rank {rank}")
-                _complete(config, work, time.monotonic() - began)
+                _complete(config, work, time.monotonic() - began, may_end_early)
                 launch.end()
 
 
@@ -159,18 +170,28 @@ def _work(config: Config, cache: Path, launch: Launch, ranks: Ranks) -> tuple[Wo
     return work, plan["needs_target"]
 
 
-def _capture_pending(config: Config, work: Work) -> None:
-    """Load the target, make sure that it is the right one, and capture this group's share of the pending shards."""
-    ranks = work.ranks
-    target = load_target(config.model.target, ranks, work.manifest.layer_ids, config.capture.final)
+def open_target(config: Config, work: Work) -> Target:
+    """Load the target, make sure that it is the right one, and that there is a cache for its states. Every rank must call it."""
+    target = load_target(config.model.target, work.ranks, work.manifest.layer_ids, config.capture.final)
     _warn_of_long_samples(target, int(work.lengths.max()))
     check_padding(target)
     _create(config, work, target)
-    if work.pending:
-        _check_space(work, target)
+    return target
 
-    mine = sorted(work.pending)[ranks.dp_rank :: ranks.dp_size]
-    label = "capturing" if ranks.dp_size == 1 else f"capturing (the first of {ranks.dp_size} groups)"
+
+def _capture_pending(config: Config, work: Work) -> None:
+    """All pending shards."""
+    target = open_target(config, work)
+    if work.pending:
+        check_disk(work, target)
+    label = "capturing" if work.ranks.dp_size == 1 else f"capturing (the first of {work.ranks.dp_size} groups)"
+    capture_some(work, target, sorted(work.pending), label)
+
+
+def capture_some(work: Work, target: Target, shards: Sequence[int], label: str) -> None:
+    """This group's share of `shards`, which are pending. Every rank must call it with the same ones."""
+    ranks = work.ranks
+    mine = shards[ranks.dp_rank :: ranks.dp_size]
     with Progress(sum(work.num_tokens(shard) for shard in mine), "tokens", label, ranks.is_main) as progress:
         try:
             capture_shards(work, target, mine, progress)
@@ -180,7 +201,7 @@ def _capture_pending(config: Config, work: Work) -> None:
             raise told from error
 
 
-def _check_space(work: Work, target: Target) -> None:
+def check_disk(work: Work, target: Target) -> None:
     """Stop all ranks before the first shard when the disk is too small. Only where the states would not fit unpacked is a batch tried."""
     launch, ranks = work.launch, work.ranks
     if ranks.is_main:
@@ -233,8 +254,16 @@ def _warn_of_long_samples(target: Target, longest: int) -> None:
         )
 
 
-def _complete(config: Config, work: Work, seconds: float) -> None:
+def _complete(config: Config, work: Work, seconds: float, may_end_early: bool) -> None:
     missing = len(missing_arrays(work.cache, work.manifest))
+    if missing and may_end_early:
+        log.info(
+            "%d of %d shards of %s are not captured yet; the same command, or stages/capture.py, goes on from there",
+            missing,
+            work.manifest.num_shards,
+            work.cache,
+        )
+        return
     if missing and config.capture.parts:
         log.info(
             "part %s of %s is captured; %d of %d shards are to come from other parts, and whoever commits the last completes the cache",

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from pipeline.cache.commit import commit_shard, committed_shards, extend_shard
 from pipeline.cache.manifest import FileRecord, Manifest, ShardMarker
 from pipeline.cache.writer import ShardWriter
-from pipeline.capture.launch import Launch
 from pipeline.capture.space import SpaceLeft
 from pipeline.corpus.plan import plan_batches
 from pipeline.corpus.prepared import PreparedCorpus
 from pipeline.errors import CacheError
 from pipeline.records import CapturedSample, TokenSample
+from pipeline.runtime.launch import Launch
 from pipeline.runtime.logs import Progress
 from pipeline.runtime.ranks import Ranks
 from pipeline.target.forward import Flight, start_forward

@@ -18,7 +18,7 @@ from pipeline.errors import ConfigError
 
 __all__ = ["Stage", "describe_fields", "load_config", "to_yaml"]
 
-Stage: TypeAlias = Literal["corpus", "capture", "train", "evaluate"]
+Stage: TypeAlias = Literal["corpus", "capture", "train", "evaluate", "regenerate"]
 Tree: TypeAlias = dict[Any, Any]
 
 _UNRESOLVED = object()  # stands for a value whose fault has been listed already
@@ -190,21 +190,35 @@ _Need: TypeAlias = tuple[str, Callable[[Config], bool]]
 _TARGET: _Need = ("model.target.path", lambda c: c.model.target.path is not None)
 _CHATS: _Need = ("data.train_ds.input_cfg", lambda c: len(c.data.train_ds.input_cfg) > 0)
 _CACHE: _Need = ("data.cache", lambda c: c.cache_path is not None)
+_CAPTURE: _Need = ("capture.path", lambda c: c.capture.path is not None)
 _MASK: _Need = ("model.draft.mask_token_id", lambda c: c.model.draft.mask_token_id is not None)
+_OUTPUT: _Need = ("regenerate.output", lambda c: c.regenerate.output is not None)
 _LENGTH: _Need = ("trainer.max_steps", lambda c: (c.trainer.max_steps or c.trainer.max_epochs) is not None)
 
 _NEEDS: Mapping[str, tuple[_Need, ...]] = {
     "corpus": (_TARGET, _CHATS),
-    "capture": (_TARGET, _CHATS, ("capture.path", lambda c: c.capture.path is not None)),
+    "capture": (_TARGET, _CHATS, _CAPTURE),
     "train": (_CACHE, _MASK, _LENGTH),
     "train online": (_TARGET, _CHATS, _MASK, _LENGTH),
+    "train hybrid": (_TARGET, _CHATS, _CAPTURE, _MASK, _LENGTH),
+    "regenerate": (_TARGET, _CHATS, _OUTPUT),
+    "regenerate by server": (
+        _CHATS,
+        _OUTPUT,
+        ("regenerate.servers", lambda c: len(c.regenerate.servers) > 0),
+        ("regenerate.model", lambda c: (c.regenerate.model or c.model.target.path) is not None),
+    ),
     "evaluate": (_TARGET, ("evaluate.input_cfg", lambda c: len(c.evaluate.input_cfg) > 0)),
 }
 
 
 def _unmet(stage: Stage, config: Config) -> Iterator[str]:
     descriptions = {path: field.description for path, field in all_fields()}
-    what = f"{stage} online" if stage == "train" and config.data.mode == "online" else stage
+    what: str = stage
+    if stage == "train" and config.data.mode != "offline":
+        what = f"train {config.data.mode}"
+    elif stage == "regenerate" and config.regenerate.backend == "server":
+        what = "regenerate by server"
     for path, there in _NEEDS[what]:
         if not there(config):
             yield f"{path}: not set, and {what} needs it ({descriptions[path]})"

@@ -7,10 +7,14 @@ a stage cannot do without. Section names follow the habit of the ecosystem (DESI
 from os.path import expanduser
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from pipeline.config.draft import DraftSection, LatentSection, ObjectiveSection, refused_pair
+from pipeline.config.regenerate import RegenerateSection
 from pipeline.config.section import LayerIds, NonNegative, Positive, Regex, Section
 from pipeline.config.training import ExpManagerSection, OptimSection, TrainerSection
+
+__all__ = ["Config", "DraftSection", "LatentSection", "ObjectiveSection", "Section"]
 
 
 class TargetSection(Section):
@@ -27,35 +31,10 @@ class TargetSection(Section):
     trust_remote_code: bool = Field(False, description="run code that the target's folder brings")
     chat_template: str | None = Field(None, description="file with a chat template in place of the tokenizer's own")
     chat_template_kwargs: dict[str, str | bool | int | float | None] = Field(
-        default_factory=dict, description="arguments passed to the chat template, such as enable_thinking"
+        default_factory=dict,
+        description="arguments passed to the chat template, such as enable_thinking; strftime_now: 2025-06-30 is the date for templates "
+        "that write today's",
     )
-
-
-class DraftSection(Section):
-    """The draft. Geometry that is not given is the target's own."""
-
-    variant: Literal["dflash"] = Field("dflash", description="which member of the family")
-    target_layer_ids: LayerIds | None = Field(None, description="target layers it reads, in this order; default: all of the cache's")
-    num_hidden_layers: Positive = Field(5, description="depth")
-    block_size: Annotated[int, Field(ge=2)] = Field(16, description="slots of a block, the anchor's included")
-    mask_token_id: int | None = Field(None, description="id fed to slots without a token; must not occur in the corpus")
-    num_attention_heads: Positive | None = Field(None, description="default: the target's")
-    num_key_value_heads: Positive | None = Field(None, description="default: the target's")
-    head_dim: Positive | None = Field(None, description="channels of a head; default: the target's")
-    intermediate_size: Positive | None = Field(None, description="channels inside the MLP; default: the target's")
-    rms_norm_eps: Annotated[float, Field(gt=0)] | None = Field(None, description="default: the target's")
-    rope_theta: Annotated[float, Field(gt=0)] | None = Field(None, description="base of RoPE; default: the target's")
-    attention_bias: bool = Field(False, description="biases in the projections of attention")
-    sliding_window: Positive | None = Field(None, description="context rows a slot can look back; default: all")
-
-
-class ObjectiveSection(Section):
-    """What is minimised (DFLASH §3)."""
-
-    name: Literal["decay", "uniform"] = Field("decay", description="slot weights: exp(-(k-1)/gamma), or 1")
-    gamma: Annotated[float, Field(gt=0)] = Field(7.0, description="decay constant, in slots")
-    num_anchors: Positive = Field(512, description="most anchors drawn from one sample an epoch")
-    anchor_fit: Literal["full", "partial"] = Field("full", description="whether a block must fit before the sample's end")
 
 
 class ModelSection(Section):
@@ -73,15 +52,46 @@ class ModelSection(Section):
     )
     prevent_freeze_params: tuple[Regex, ...] = Field((), description="regular expressions; what they match is trained all the same")
 
+    @model_validator(mode="after")
+    def _pair(self) -> "ModelSection":
+        if reason := refused_pair(self.draft, self.objective):
+            raise ValueError(reason)
+        return self
+
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+RowKey = Literal[
+    "messages", "role", "content", "reasoning_content", "tool_calls", "tools", "id", "finish_reason", "text", "input_ids", "loss_mask"
+]
+
 
 class InputSection(Section):
-    """One source of chats."""
+    """One source of chats, of plain text or of token ids."""
 
-    type: Literal["jsonl"] = Field("jsonl", description="JSON lines")
-    path: str = Field(description="file; `*` and `?` match several, read in sorted order")
+    type: Literal["jsonl", "json", "parquet", "hf", "text", "tokens"] = Field(
+        "jsonl",
+        description="what the files are; hf: a hub id, a folder or Arrow files of `datasets`; tokens: rows with input_ids, in JSONL, JSON, "
+        "Parquet or Arrow by the name's ending; text: see document",
+    )
+    path: str = Field(description="file; `*` and `?` match several, read in sorted order; .gz .bz2 .xz .zst are read through")
+    name: str | None = Field(None, description="hf: which configuration of the dataset")
+    split: str = Field("train", description="hf: which split of the dataset")
     weight: Annotated[float, Field(gt=0)] | None = Field(
         None, description="train_ds only, all entries or none: share of an epoch's samples that come from this entry; default: as they are"
     )
+    max_rows: Positive | None = Field(None, description="rows that are read of all its files together, from the first on; default: all")
+    keys: dict[RowKey, str] = Field(default_factory=dict, description="names that its rows have for messages, role, content, tools, id, …")
+    roles: dict[str, Role] = Field(default_factory=dict, description="what its own names of roles mean, such as {gpt4: assistant}")
+    system: str | None = Field(None, description="system message of chats that have none")
+    document: Literal["file", "line"] = Field("file", description="text: what one document is")
+
+    @model_validator(mode="after")
+    def _fields_of_its_type(self) -> "InputSection":
+        for kind, names in (("hf", ("name", "split")), ("text", ("document",))):
+            for name in names:
+                if self.type != kind and getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is for type {kind} and this entry has type {self.type}")
+        return self
 
 
 class TrainSetSection(Section):
@@ -118,14 +128,16 @@ class TrainSetSection(Section):
         return self.global_batch_size or (None if self.global_batch_tokens else 8)
 
 
+def _unweighted(inputs: tuple[InputSection, ...]) -> tuple[InputSection, ...]:
+    if any(entry.weight is not None for entry in inputs):
+        raise ValueError("weight is for entries of train_ds only: here every chat is used once")
+    return inputs
+
+
 class ValidationSetSection(Section):
     input_cfg: tuple[InputSection, ...] = Field(description="where the chats are")
 
-    @model_validator(mode="after")
-    def _no_weights(self) -> "ValidationSetSection":
-        if any(entry.weight is not None for entry in self.input_cfg):
-            raise ValueError("weight is for entries of train_ds only: a validation uses every sample once")
-        return self
+    _no_weights = field_validator("input_cfg")(_unweighted)
 
 
 class ValidationSection(Section):
@@ -143,13 +155,30 @@ class ValidationSection(Section):
 
 
 class DataSection(Section):
-    mode: Literal["offline", "online"] = Field("offline", description="features from the cache, or from the live target")
+    mode: Literal["offline", "online", "hybrid"] = Field(
+        "offline", description="features from the cache, from the live target, or hybrid: the first epoch captures them into capture.path"
+    )
+    hybrid_shards: Positive = Field(
+        8, description="mode hybrid: shards that are captured at a time; the first epoch takes their samples, shuffled, before the next"
+    )
     cache: str | None = Field(None, description="folder of the cache that training reads; default: capture.path")
     prepared_dir: str = Field("prepared", description="folder for tokenised corpora, shared by all runs")
     train_ds: TrainSetSection = TrainSetSection()
     validation_ds: ValidationSection = ValidationSection()
     max_tokens: Positive = Field(4096, description="tokens of a sample; what is longer is cut, and counted")
+    too_long: Literal["truncate", "drop"] = Field(
+        "truncate", description="chats of more than max_tokens: cut or left out; a plain text goes on in a further sample, or is left out"
+    )
     min_supervised_tokens: Annotated[int, Field(ge=2)] = Field(2, description="samples with fewer are left out, and counted")
+    drop_duplicates: bool = Field(
+        False,
+        description="leave out samples whose tokens occurred before, and training samples that a validation set has; else only counted",
+    )
+    loss_on: Literal["all_turns", "last_turn"] = Field("all_turns", description="which answers of a chat are supervised")
+    one_sample_per_turn: bool = Field(
+        False, description="every answer becomes a sample of its own, supervised alone; for templates that rewrite earlier turns"
+    )
+    mask_reasoning: bool = Field(False, description="leave reasoning and its marks unsupervised")
     num_proc: Positive | None = Field(None, description="processes that tokenise; default: all cores")
     num_workers: NonNegative = Field(2, description="threads that read the cache ahead of training, a rank")
 
@@ -189,6 +218,21 @@ class EvaluateSection(Section):
     input_cfg: tuple[InputSection, ...] = Field((), description="chats; the last user turn is answered")
     max_new_tokens: Positive = Field(128, description="tokens of an answer at most")
     max_prompts: Positive | None = Field(None, description="prompts decoded at most; default: all")
+    temperature: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="answers are also drawn at this temperature, and how much of a block is then kept is reported; 0: greedy alone"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the probability drawn from at a temperature, that of the fewest likeliest tokens that hold it"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of the answers that are drawn")
+
+    @model_validator(mode="after")
+    def _sampled(self) -> "EvaluateSection":
+        if self.top_p < 1 and self.temperature == 0:
+            raise ValueError(f"top_p {self.top_p} is without effect at temperature 0; set temperature too, or leave top_p out")
+        return self
+
+    _no_weights = field_validator("input_cfg")(_unweighted)
 
 
 class Config(Section):
@@ -199,11 +243,20 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()
     exp_manager: ExpManagerSection = ExpManagerSection()
     evaluate: EvaluateSection = EvaluateSection()
+    regenerate: RegenerateSection = RegenerateSection()
 
     @model_validator(mode="after")
     def _one_kind_of_micro_batches(self) -> "Config":
         if self.data.train_ds.micro_batch_tokens is not None and self.trainer.accumulate_grad_batches > 1:
             raise ValueError("data.train_ds.micro_batch_tokens and trainer.accumulate_grad_batches are both set; give one")
+        return self
+
+    @model_validator(mode="after")
+    def _hybrid_writes_what_it_reads(self) -> "Config":
+        if self.data.mode == "hybrid" and self.data.cache not in (None, self.capture.path):
+            raise ValueError("data.cache is not capture.path, and data.mode is hybrid: it trains on what it captures; leave data.cache out")
+        if self.data.mode == "hybrid" and self.capture.parts is not None:
+            raise ValueError("capture.parts is set, and data.mode is hybrid: it captures everything")
         return self
 
     @property

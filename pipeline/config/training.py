@@ -63,20 +63,38 @@ class TrainerSection(Section):
         return self
 
 
-class CheckpointSection(Section):
-    every_n_train_steps: Positive | None = Field(None, description="steps between checkpoints; default: val_check_interval")
+class Monitored(Section):
+    """A metric of the validation to choose by."""
+
     monitor: Monitor = Field(
         "val_accept_len",
         description="metric of the validation: val_accept_len, val_walk_accept_len, val_loss, val_accuracy, val_served_accept_len; of one "
         "set, val/NAME/loss",
     )
-    mode: Literal["max", "min"] = Field("max", description="which values of the metric are better")
+    mode: Literal["max", "min"] | None = Field(None, description="which values are better; default: min for a loss, max for the others")
+
+    @model_validator(mode="after")
+    def _better(self) -> "Monitored":
+        if self.mode not in (None, self.better):
+            raise ValueError(f"mode {self.mode} would take the worst {self.monitor} for the best; set mode to {self.better}")
+        return self
+
+    @property
+    def better(self) -> Literal["max", "min"]:
+        """Which values of the metric are better."""
+        return "min" if self.monitor.endswith("loss") else "max"
+
+
+class CheckpointSection(Monitored):
+    """Which checkpoints are written and kept."""
+
+    every_n_train_steps: Positive | None = Field(None, description="steps between checkpoints; default: val_check_interval")
     save_top_k: NonNegative = Field(1, description="best checkpoints kept beside the last and the final one")
 
 
-class EarlyStoppingSection(Section):
-    monitor: Monitor = Field("val_accept_len", description="as in checkpoint_callback_params")
-    mode: Literal["max", "min"] = Field("max", description="which values of the metric are better")
+class EarlyStoppingSection(Monitored):
+    """When training ends before its time. Off unless `patience` is given."""
+
     patience: Positive | None = Field(None, description="validations in a row without a better value that end the training; default: never")
     min_delta: Annotated[float, Field(ge=0)] = Field(0.0, description="what a value must be better by, in the metric's unit")
 

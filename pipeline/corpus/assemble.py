@@ -1,6 +1,6 @@
-"""Parts to one corpus: ids that are unique, digests, the account of all rows, and the files that readers see.
+"""Parts to one corpus: the account of all rows, ids that are unique, digests, and the files that readers see.
 
-Two passes over the parts, one at a time, so that memory does not grow with the corpus except by 8 bytes a row for the hashes of ids.
+A few passes over the parts, one part at a time, so that memory grows with the corpus by the hashes of `duplicates.py` alone.
 """
 
 import json
@@ -18,43 +18,56 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline.corpus.chat import TEMPLATE_ERROR
-from pipeline.corpus.parts import Account, place_id, read_account
+from pipeline.corpus.duplicates import DUPLICATE, Choice, batches, rows_of
+from pipeline.corpus.parts import piece_id, place_id, read_account
+from pipeline.corpus.places import NOT_LOCATED
 from pipeline.corpus.prepared import DROPPED_FILE, SAMPLES_FILE
+from pipeline.corpus.samples import SPECIAL
 from pipeline.corpus.schema import PART, SAMPLES
 from pipeline.corpus.select import NO_SUPERVISED, TOO_FEW, TRAIN
 from pipeline.corpus.sources import Part
-from pipeline.corpus.turns import NOT_LOCATED
 from pipeline.errors import CorpusError, TemplateError
 from pipeline.runtime.files import atomic_file
+
+ROW = -1  # stands for a piece where a whole row is meant
+TEMPLATE_REASONS = (NO_SUPERVISED, NOT_LOCATED, TEMPLATE_ERROR)
 
 
 @dataclass(slots=True)
 class Totals:
-    """The account of all rows, and an example of each reason, as words."""
+    """The account of all rows, and an example of each reason, as words.
+
+    rows = kept + Σ dropped. `left_out` counts, by reason, further samples that kept rows could have given; `special` the samples of each
+    kind in `SPECIAL`.
+    """
 
     rows: int = 0
-    kept: int = 0
-    truncated: int = 0
-    last_turn_only: int = 0
-    answers_cut_short: int = 0
+    samples: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+    special: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def add(self, part: Part, account: Account) -> None:
-        self.rows += account.rows
-        self.kept += account.rows - len(account.dropped)
-        self.truncated += account.truncated
-        self.last_turn_only += account.last_turn_only
-        self.answers_cut_short += account.answers_cut_short
-        for row, reason, detail in account.dropped:
-            self.dropped[reason] += 1
-            self.examples.setdefault(reason, f"{part.source.name} row {row}" + (f": {detail}" if detail else ""))
+    @property
+    def kept(self) -> int:
+        return self.rows - self.dropped.total()
+
+    def drop(self, part: Part, row: int, reason: str, detail: str) -> None:
+        self.dropped[reason] += 1
+        self.examples.setdefault(reason, f"{part.source.name} row {row}" + (f": {detail}" if detail else ""))
 
     def reasons(self) -> str:
         return "; ".join(f"{reason} × {n} (such as {self.examples[reason]})" for reason, n in self.dropped.most_common())
 
-
-TEMPLATE_REASONS = (NO_SUPERVISED, NOT_LOCATED, TEMPLATE_ERROR)
+    def counts(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows,
+            "kept": self.kept,
+            "dropped": dict(self.dropped),
+            "samples": self.samples,
+            "left_out": dict(self.left_out),
+            **{name: self.special[name] for name in SPECIAL},
+        }
 
 
 def part_is_whole(path: Path, part: Part) -> bool:
@@ -67,21 +80,47 @@ def part_is_whole(path: Path, part: Part) -> bool:
         return False
 
 
-def account_for(parts: Sequence[tuple[Part, Path]], folder: Path) -> tuple[Totals, NDArray[np.uint64]]:
-    """First pass: the list of dropped rows is written; the account, and the sorted hashes of ids that occur twice, are returned."""
+def account_for(parts: Sequence[tuple[Part, Path]], choice: Choice, folder: Path) -> Totals:
+    """Write the list of all rows, and further pieces of kept ones, that gave no sample; and count."""
     totals = Totals()
-    hashes = [np.zeros(0, dtype=np.uint64)]
+    originals = np.unique(choice.originals)
+    places = rows_of(parts, originals)
     with atomic_file(folder / DROPPED_FILE) as stream:
-        for part, path in parts:
-            batch = _read(path)
-            account = read_account(batch.schema)
-            totals.add(part, account)
-            hashes.append(batch.column("id_hash").to_numpy().copy())
-            for row, reason, detail in account.dropped:
+        for part, first, batch in batches(parts):
+            account, keep = read_account(batch.schema), choice.keep[first : first + batch.num_rows]
+            totals.rows += account.rows
+            totals.samples += int(keep.sum())
+            flags = batch.column("flags").to_numpy()[keep]
+            totals.special += Counter({name: int(((flags >> bit) & 1).sum()) for bit, name in enumerate(SPECIAL)})
+            lost = [(row, ROW, reason, detail) for row, reason, detail in account.dropped] + [(*piece,) for piece in account.left_out]
+            if not keep.all():
+                repeats = choice.originals[np.searchsorted(choice.repeats, first + np.flatnonzero(~keep))]
+                found = np.searchsorted(originals, repeats)
+                details = [
+                    f"the same tokens as {parts[number][0].source.name} row {row}"
+                    for number, row in zip(*(place[found].tolist() for place in places), strict=True)
+                ]
+                lost += _repeats(batch, keep, details)
+            for row, piece, reason, detail in sorted(lost):
                 line = {"source": part.source.name, "row": row, "reason": reason, "detail": detail}
+                if piece == ROW:
+                    totals.drop(part, row, reason, detail)
+                else:
+                    totals.left_out[reason] += 1
+                    line["piece"] = piece
                 stream.write(json.dumps(line).encode() + b"\n")
-    ordered = np.sort(np.concatenate(hashes))
-    return totals, np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    return totals
+
+
+def _repeats(batch: pa.RecordBatch, keep: NDArray[np.bool_], details: Sequence[str]) -> list[tuple[int, int, str, str]]:
+    """Samples of a part that are not kept: as rows where no sample of the row is kept, else as pieces."""
+    rows, pieces = (batch.column(name).to_numpy() for name in ("row", "piece"))
+    partly = set(rows[keep].tolist())
+    lost: dict[tuple[int, int], tuple[int, int, str, str]] = {}
+    for row, piece, detail in zip(rows[~keep].tolist(), pieces[~keep].tolist(), details, strict=True):
+        place = (row, piece if row in partly else ROW)
+        lost.setdefault(place, (*place, DUPLICATE, detail))
+    return list(lost.values())
 
 
 def check_usable(totals: Totals, template_name: str, folder: Path) -> None:
@@ -101,18 +140,19 @@ def check_usable(totals: Totals, template_name: str, folder: Path) -> None:
     raise CorpusError(f"none of {totals.rows} rows gave a sample: {totals.reasons()}. {listed}")
 
 
-def write_samples(parts: Sequence[tuple[Part, Path]], repeated: NDArray[np.uint64], folder: Path) -> dict[str, Any]:
-    """Second pass: `samples.arrow`. Returns its size, digests of ids, masks and splits, and the counts by split."""
+def write_samples(parts: Sequence[tuple[Part, Path]], choice: Choice, folder: Path) -> dict[str, Any]:
+    """`samples.arrow`. Returns its size, digests of ids, masks and splits, and the counts by split."""
     digests = {name: sha256() for name in ("lengths", "input_ids", "spans", "spans_of_samples", "splits")}
     by_split: dict[str, dict[str, int]] = {}
     with ExitStack() as stack:
         stream = stack.enter_context(atomic_file(folder / SAMPLES_FILE))
         with pa.ipc.new_file(cast(IOBase, stream), SAMPLES) as writer:
-            for part, path in parts:
-                batch = _read(path)
+            for part, first, found in batches(parts):
+                keep = choice.keep[first : first + found.num_rows]
+                batch = found if keep.all() else found.filter(pa.array(keep))
                 if not batch.num_rows:
                     continue
-                writer.write_batch(_with_ids(batch, part, repeated))
+                writer.write_batch(_with_ids(batch, part, choice.repeated_ids))
                 _digest(batch, digests)
                 _count(batch, by_split)
         size = stream.tell()
@@ -127,16 +167,13 @@ def check_splits(by_split: Mapping[str, Mapping[str, int]], wanted: Sequence[str
         raise CorpusError(f"no sample in {', '.join(missing)}; found {found}. Check {section}, and {folder / DROPPED_FILE}.")
 
 
-def _read(path: Path) -> pa.RecordBatch:
-    with pa.memory_map(str(path)) as stream:
-        return pa.ipc.open_file(stream).get_batch(0)
-
-
 def _with_ids(batch: pa.RecordBatch, part: Part, repeated: NDArray[np.uint64]) -> pa.RecordBatch:
     twice = np.isin(batch.column("id_hash").to_numpy(), repeated).tolist()
-    rows: list[Any] = batch.column("row").to_pylist()
-    own_ids = batch.column("own_id").to_pylist()
-    ids = [place_id(part.source, row) if own is None or again else own for own, again, row in zip(own_ids, twice, rows, strict=True)]
+    columns = [cast(list[Any], batch.column(name).to_pylist()) for name in ("own_id", "row", "piece")]
+    ids = [
+        piece_id(place_id(part.source, row) if own is None or again else own, piece)
+        for again, own, row, piece in zip(twice, *columns, strict=True)
+    ]
     return pa.record_batch([pa.array(ids, pa.string()), *(batch.column(name) for name in SAMPLES.names[1:])], schema=SAMPLES)
 
 

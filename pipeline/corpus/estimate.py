@@ -7,9 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.schema import Config
-from pipeline.corpus.parts import Account, place_id, sample_of
-from pipeline.corpus.prepare import open_prepared, plan
-from pipeline.corpus.rows import Unusable
+from pipeline.corpus.job import plan
+from pipeline.corpus.messages import Unusable
+from pipeline.corpus.parts import piece_id, place_id
+from pipeline.corpus.prepare import open_prepared
+from pipeline.corpus.samples import Account
 from pipeline.corpus.sources import read_part
 from pipeline.errors import CorpusError
 from pipeline.records import TokenSample
@@ -63,11 +65,11 @@ def estimate(config: Config) -> CorpusEstimate:
         account = Account()
         looked_at = list(read_part(part))[::stride]
         for row in looked_at:
-            kept = sample_of(job.template, job.rules, part, row, account)
-            if not isinstance(kept, Unusable):
-                ids, spans = kept.rendered.input_ids, kept.rendered.spans
-                name = kept.own_id or place_id(part.source, row.row)
-                samples_read.append(TokenSample(name, part.source.name, row.row, kept.split, ids, spans))
+            kept = job.reader.samples_of(row, part.source.split, account)
+            for sample in [] if isinstance(kept, Unusable) else kept:
+                ids, spans = sample.rendered.input_ids, sample.rendered.spans
+                name = piece_id(sample.own_id or place_id(part.source, row.row), sample.piece)
+                samples_read.append(TokenSample(name, part.source.name, row.row, sample.split, ids, spans))
         rows_read += len(looked_at)
         share += part.num_bytes * len(looked_at) / part.num_rows
     if not samples_read:

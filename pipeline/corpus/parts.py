@@ -7,11 +7,10 @@ written atomically, and a function of the part and the `Rules` alone: which work
 import json
 import multiprocessing
 import os
-import re
 import signal
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from hashlib import blake2b
 from io import IOBase
 from multiprocessing.connection import wait
@@ -20,47 +19,16 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from pipeline.corpus.chat import Rendered, Template, render
-from pipeline.corpus.rows import Row, Unusable
+from pipeline.corpus.messages import Unusable
+from pipeline.corpus.samples import Account, Kept, Reader
 from pipeline.corpus.schema import PART, SPAN
-from pipeline.corpus.select import TRAIN, check_supervised, check_turns, split_of
+from pipeline.corpus.select import TRAIN
 from pipeline.corpus.sources import Part, Source, read_part
 from pipeline.runtime.files import atomic_file
 
 ACCOUNT = b"account"
-LONGEST_OWN_ID = 200
-_PLACE_ID = re.compile(r"row-(?:[\w-]+-)?\d+-\d+")
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What decides, besides the template, which samples a row gives. Lengths in tokens."""
-
-    max_tokens: int
-    min_supervised: int
-    heldout_fraction: float
-
-
-@dataclass(slots=True)
-class Account:
-    """What became of the rows of a part: `rows` of them, `dropped` as (row, reason, detail), and how many kept ones are special."""
-
-    rows: int = 0
-    dropped: list[tuple[int, str, str]] = field(default_factory=list)
-    truncated: int = 0
-    last_turn_only: int = 0
-    answers_cut_short: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A row's sample before its id is known to be unique."""
-
-    row: int
-    own_id: str | None
-    split: str
-    rendered: Rendered
 
 
 def place_id(source: Source, row: int) -> str:
@@ -68,22 +36,33 @@ def place_id(source: Source, row: int) -> str:
     return f"row-{'' if source.split == TRAIN else source.split + '-'}{source.ordinal}-{row}"
 
 
+def piece_id(row_id: str, piece: int) -> str:
+    """The id of a row's sample: the row's own for the first, or only, one."""
+    return f"{row_id}/{piece}" if piece else row_id
+
+
+def hash_tokens(input_ids: NDArray[np.int32]) -> tuple[int, int]:
+    """128 bits of a sample's tokens, to find samples that occur twice in 16 bytes each."""
+    digest = blake2b(input_ids.astype("<i4").tobytes(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+
+
 def hash_id(sample_id: str) -> int:
     """64 bits of an id, to find ids that occur twice in 8 bytes a row."""
     return int.from_bytes(blake2b(sample_id.encode(), digest_size=8).digest(), "little")
 
 
-def write_part(template: Template, rules: Rules, part: Part, path: Path) -> None:
+def write_part(reader: Reader, part: Part, path: Path) -> None:
     """Tokenise the rows of `part` into the file `path`. Raises `CorpusError` when the source was changed."""
     account = Account()
     kept: list[Kept] = []
     for row in read_part(part):
         account.rows += 1
-        sample = sample_of(template, rules, part, row, account)
-        if isinstance(sample, Unusable):
-            account.dropped.append((row.row, sample.reason, sample.detail))
+        samples = reader.samples_of(row, part.source.split, account)
+        if isinstance(samples, Unusable):
+            account.dropped.append((row.row, samples.reason, samples.detail))
         else:
-            kept.append(sample)
+            kept += samples
     batch = _batch(part, kept)
     schema = PART.with_metadata({ACCOUNT: json.dumps(asdict(account)).encode()})
     with atomic_file(path) as stream, pa.ipc.new_file(cast(IOBase, stream), schema) as writer:
@@ -95,45 +74,20 @@ def read_account(schema: pa.Schema) -> Account:
     return Account(**json.loads(schema.metadata[ACCOUNT]))
 
 
-def sample_of(template: Template, rules: Rules, part: Part, row: Row, account: Account) -> Kept | Unusable:
-    """The sample that a row gives, counted in `account` where it is a special one; or why it gives none."""
-    if row.messages is None:
-        return row.unusable or Unusable("wrong type")
-    if unusable := check_turns(row.messages):
-        return unusable
-    cut_short = row.finish_reason == "length"
-    whole = render(template, row.messages, cut_short)
-    if isinstance(whole, Unusable):
-        return whole
-    rendered = whole.prefix(rules.max_tokens)
-    if unusable := check_supervised(rendered.num_supervised, whole.num_supervised, rules.min_supervised):
-        return unusable
-    account.truncated += len(rendered.input_ids) < len(whole.input_ids)
-    account.last_turn_only += whole.last_turn_only
-    account.answers_cut_short += cut_short
-    return Kept(row.row, _usable_id(row.id), split_of(whole.input_ids, part.source.split, rules.heldout_fraction), rendered)
-
-
-def _usable_id(own_id: str | None) -> str | None:
-    """A row's own id, unless it is empty, very long, no valid text, or of the form that ids by place have."""
-    if not own_id or len(own_id) > LONGEST_OWN_ID or _PLACE_ID.fullmatch(own_id):
-        return None
-    try:
-        own_id.encode()
-    except UnicodeEncodeError:
-        return None
-    return own_id
-
-
 def _batch(part: Part, kept: Sequence[Kept]) -> pa.RecordBatch:
     source, rendered = part.source, [sample.rendered for sample in kept]
     spans = [r.spans for r in rendered]
     flat = np.concatenate([np.zeros((0, 2), dtype=np.int32), *spans])
     starts, lengths = (pa.array(np.ascontiguousarray(flat[:, column])) for column in (0, 1))
     ids = np.concatenate([np.zeros(0, dtype=np.int32), *(r.input_ids for r in rendered)])
+    contents = np.array([hash_tokens(r.input_ids) for r in rendered], dtype=np.uint64).reshape(-1, 2)
     columns: Mapping[str, Any] = {
         "own_id": pa.array([sample.own_id for sample in kept], pa.string()),
-        "id_hash": pa.array([hash_id(s.own_id or place_id(source, s.row)) for s in kept], pa.uint64()),
+        "id_hash": pa.array([hash_id(piece_id(s.own_id or place_id(source, s.row), s.piece)) for s in kept], pa.uint64()),
+        "content_low": pa.array(np.ascontiguousarray(contents[:, 0])),
+        "content_high": pa.array(np.ascontiguousarray(contents[:, 1])),
+        "flags": pa.array([sample.flags for sample in kept], pa.uint8()),
+        "piece": pa.array([sample.piece for sample in kept], pa.int32()),
         "source": pa.array([source.name] * len(kept), pa.string()),
         "row": pa.array([sample.row for sample in kept], pa.int64()),
         "split": pa.array([sample.split for sample in kept], pa.string()),
@@ -154,22 +108,22 @@ def _lists(kind: pa.DataType, lengths: Sequence[int], values: Any) -> Any:
 
 # ---- the worker's side of the pool
 
-_work: tuple[Template, Rules] | None = None
+_reader: Reader | None = None
 
 
-def start_worker(template: Template, rules: Rules) -> None:
+def start_worker(reader: Reader) -> None:
     """Set up a worker: it leaves Ctrl-C to the parent, and ends with it, also when the parent is killed."""
-    global _work  # noqa: PLW0603 - a pool hands its workers no other place to keep things
+    global _reader  # noqa: PLW0603 - a pool hands its workers no other place to keep things
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _work = template, rules
+    _reader = reader
 
 
 def work(part: Part, path: Path) -> int:
     """Write one part in a worker; returns its number of rows."""
-    assert _work is not None
-    write_part(*_work, part, path)
+    assert _reader is not None
+    write_part(_reader, part, path)
     return part.num_rows
 
 

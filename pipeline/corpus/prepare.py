@@ -11,49 +11,32 @@ come out the same to the byte. The fingerprint is of the bytes of all sources in
 arguments, and the rules; never of paths, times or the number of processes.
 """
 
-import json
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
-from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from pipeline.config.schema import Config
 from pipeline.corpus.assemble import account_for, check_splits, check_usable, part_is_whole, write_samples
-from pipeline.corpus.chat import MASK_RULES, Template, load_tokenizer, read_template
-from pipeline.corpus.parts import Rules, start_worker, work, write_part
+from pipeline.corpus.duplicates import DUPLICATE, choose
+from pipeline.corpus.job import LATER_RULES, Job, digest_of, plan, tokenizer_fields
+from pipeline.corpus.parts import start_worker, work, write_part
 from pipeline.corpus.prepared import DESCRIPTION_FILE, DROPPED_FILE, PreparedCorpus
 from pipeline.corpus.schema import FORMAT_VERSION
-from pipeline.corpus.select import TRAIN
-from pipeline.corpus.sources import PART_BYTES, PART_ROWS, Part, Source, divide, find_sources
+from pipeline.corpus.sources import Part
 from pipeline.errors import CorpusError
 from pipeline.runtime.files import FolderLock, write_json
 from pipeline.runtime.logs import Progress
 
+__all__ = ["LATER_RULES", "Job", "open_prepared", "plan", "prepare", "prepared_folder", "tokenizer_fields"]
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """All that decides what a prepared corpus holds, and where it lies. `states_fields` still lack the digest of the ids,
-    `samples_fields` that of masks and splits: those are known at the end."""
-
-    folder: Path
-    fingerprint: str
-    template: Template
-    template_name: str
-    rules: Rules
-    sources: list[Source]
-    parts: list[Part]
-    states_fields: dict[str, Any]
-    samples_fields: dict[str, Any]
 
 
 def prepare(config: Config) -> PreparedCorpus:
@@ -87,44 +70,6 @@ def prepared_folder(config: Config) -> Path:
     return plan(config).folder
 
 
-def plan(config: Config) -> Job:
-    """Find the sources, divide them into parts, try the template and take the fingerprint. Writes nothing."""
-    data, target = config.data, config.model.target
-    tokenizer = load_tokenizer(target)
-    template = read_template(tokenizer, target.chat_template_kwargs)
-    if not template.end and not template.marked:
-        log.warning("the chat template ends an answer with no special token of this tokenizer, so no end token is supervised")
-    sets = {TRAIN: data.train_ds.input_cfg, **{name: ds.input_cfg for name, ds in data.validation_ds.datasets.items()}}
-    sources = find_sources(sets)
-    parts = [part for source in sources for part in divide(source)]
-    rules = Rules(data.max_tokens, data.min_supervised_tokens, data.validation_ds.fraction)
-    states_fields = {
-        **tokenizer_fields(tokenizer),
-        "chat_template_kwargs": dict(target.chat_template_kwargs),
-        "max_tokens": rules.max_tokens,
-    }
-    samples_fields = {
-        "mask_rules": MASK_RULES,
-        "min_supervised_tokens": rules.min_supervised,
-        "heldout_fraction": rules.heldout_fraction,
-        "validation_sets": list(data.validation_ds.datasets),
-    }
-    contents = [[source.split, [part.digest for part in parts if part.source is source]] for source in sources]
-    division = [FORMAT_VERSION, PART_ROWS, PART_BYTES]
-    fingerprint = _digest(json.dumps([division, states_fields, samples_fields, contents], sort_keys=True))
-    return Job(
-        folder=Path(data.prepared_dir).expanduser() / fingerprint[:16],
-        fingerprint=fingerprint,
-        template=template,
-        template_name=target.chat_template or f"of the tokenizer in {target.path}",
-        rules=rules,
-        sources=sources,
-        parts=parts,
-        states_fields=states_fields,
-        samples_fields=samples_fields,
-    )
-
-
 def _tokenise(job: Job, num_proc: int) -> None:
     """Write every part that is not there yet."""
     (job.folder / "parts").mkdir(exist_ok=True)
@@ -144,11 +89,11 @@ def _written(job: Job, waiting: Sequence[tuple[Part, Path]], num_proc: int) -> I
     """Numbers of rows of parts, as they get done."""
     if num_proc <= 1:
         for part, path in waiting:
-            write_part(job.template, job.rules, part, path)
+            write_part(job.reader, part, path)
             yield part.num_rows
         return
     # Spawned, not forked: the parent may hold threads of torch or of the tokenizer. The executor's `with` would wait for parts in progress.
-    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), initializer=start_worker, initargs=(job.template, job.rules))
+    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), initializer=start_worker, initargs=(job.reader,))
     try:
         for future in as_completed([pool.submit(work, part, path) for part, path in waiting]):
             yield future.result()
@@ -164,38 +109,36 @@ def _written(job: Job, waiting: Sequence[tuple[Part, Path]], num_proc: int) -> I
 def _finish(job: Job) -> None:
     """Parts to the files that readers see."""
     places = _places(job)
-    totals, repeated = account_for(places, job.folder)
+    choice = choose(places, job.drop_duplicates)
+    totals = account_for(places, choice, job.folder)
     check_usable(totals, job.template_name, job.folder)
-    written = write_samples(places, repeated, job.folder)
+    written = write_samples(places, choice, job.folder)
     check_splits(written["by_split"], list(dict.fromkeys(source.split for source in job.sources)), job.folder)
-    digests = written["digests"]
-    by_split = written["by_split"]
-    rows = {id(source): 0 for source in job.sources}
+    digests, by_split = written["digests"], written["by_split"]
+    rows = Counter[int]()
     for part in job.parts:
         rows[id(part.source)] += part.num_rows
     description = {
         "format_version": FORMAT_VERSION,
         "fingerprint": job.fingerprint,
-        "states_fields": {**job.states_fields, "token_ids": _digest(digests["lengths"] + digests["input_ids"])},
+        "states_fields": {**job.states_fields, "token_ids": digest_of(digests["lengths"] + digests["input_ids"])},
         "samples_fields": {
             **job.samples_fields,
-            "loss_masks": _digest(digests["spans_of_samples"] + digests["spans"]),
+            "loss_masks": digest_of(digests["spans_of_samples"] + digests["spans"]),
             "splits": digests["splits"],
         },
         "samples_bytes": written["bytes"],
         "counts": {
-            "rows": totals.rows,
-            "kept": totals.kept,
-            "dropped": dict(totals.dropped),
-            "truncated": totals.truncated,
-            "last_turn_only": totals.last_turn_only,
-            "answers_cut_short": totals.answers_cut_short,
+            **totals.counts(),
+            "duplicates": len(choice.repeats),
+            "also_in_validation": choice.leaked,
             "tokens": sum(sums["tokens"] for sums in by_split.values()),
             "supervised": sum(sums["supervised"] for sums in by_split.values()),
             "by_split": by_split,
         },
         "sources": [
-            {"name": source.name, "path": str(source.path), "split": source.split, "rows": rows[id(source)]} for source in job.sources
+            {"name": source.name, "path": str(source.path), "split": source.split, "rows": rows[id(source)], **source.reading}
+            for source in job.sources
         ],
     }
     write_json(job.folder / DESCRIPTION_FILE, description)
@@ -222,29 +165,29 @@ def _report(corpus: PreparedCorpus) -> None:
         counts["truncated"],
         counts["last_turn_only"],
     )
-    if counts["dropped"]:
+    if counts["after_prompt"]:
+        log.info(
+            "%d last answers are read after the generation prompt, which opens a think block that the template does not show in a chat; "
+            "`stages/corpus.py preview` shows how",
+            counts["after_prompt"],
+        )
+    if counts["duplicates"] and DUPLICATE not in counts["dropped"] | counts["left_out"]:
+        log.warning(
+            "%d samples have the same tokens as another one; %d of them are for training and in a validation set too. "
+            "data.drop_duplicates=true leaves them out",
+            counts["duplicates"],
+            counts["also_in_validation"],
+        )
+    if counts["dropped"] or counts["left_out"]:
         reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(counts["dropped"].items(), key=lambda item: -item[1]))
-        log.warning("%d rows left out (%s), listed in %s", counts["rows"] - counts["kept"], reasons, corpus.path / DROPPED_FILE)
+        pieces = f"; and {sum(counts['left_out'].values())} samples of other rows" if counts["left_out"] else ""
+        log.warning(
+            "%d rows left out (%s)%s, listed in %s", counts["rows"] - counts["kept"], reasons or "none", pieces, corpus.path / DROPPED_FILE
+        )
 
 
 def _places(job: Job) -> list[tuple[Part, Path]]:
     return [(part, job.folder / "parts" / f"{i:05}.arrow") for i, part in enumerate(job.parts)]
-
-
-def tokenizer_fields(tokenizer: Any) -> dict[str, str]:
-    """Digests of tokenizer and chat template. Of what the tokenizer does: saved again in other files it is the same one."""
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()  # every call sets both anew, so neither is part of what it is
-    backend.no_padding()
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return {
-        "tokenizer": _digest(backend.to_str() + json.dumps(special, sort_keys=True)),
-        "chat_template": _digest(tokenizer.get_chat_template()),
-    }
-
-
-def _digest(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ class PreparedCorpus:
 
     `fingerprint` is of content and never of paths. `states_fields` are what the target's states depend on (tokenizer, template
     and its arguments, max_tokens, a digest of all token ids in order), `samples_fields` what only masks and splits do. `counts`
-    is the account of all rows: rows = kept + Σ dropped. `num_tokens` int64 [n] are the samples' lengths.
+    is the account of all rows: rows = kept + Σ dropped; kept rows give `samples`. `num_tokens` int64 [n] are the samples' lengths.
     """
 
     def __init__(self, path: Path, description: Mapping[str, Any], batches: list[pa.RecordBatch]) -> None:
@@ -57,8 +57,8 @@ class PreparedCorpus:
             corpus = cls(path, description, batches)
         except (OSError, ValueError, KeyError) as error:  # pyarrow's ArrowInvalid is a ValueError
             raise CorpusError(f"the prepared corpus in {path} cannot be read: {error}. {_again(path)}") from error
-        if len(corpus) != corpus.counts["kept"]:
-            raise CorpusError(f"{path / SAMPLES_FILE} holds {len(corpus)} samples, expected {corpus.counts['kept']}. {_again(path)}")
+        if len(corpus) != corpus.counts["samples"]:
+            raise CorpusError(f"{path / SAMPLES_FILE} holds {len(corpus)} samples, expected {corpus.counts['samples']}. {_again(path)}")
         return corpus
 
     @property

@@ -1,44 +1,32 @@
-"""One line of a source to one chat, or to the reason why it is none.
+"""One row of a source to one chat, text or list of token ids; or to the reason why it is none.
 
-Two forms are read, OpenAI's `messages` (role, content) and ShareGPT's `conversations` (from, value); the same chat in
-either gives the same messages. Text is never changed. Whatever is wrong with a row is a value, not an exception: a bad
-row is counted and listed, and the run goes on.
+Two forms of chats are read, OpenAI's `messages` (role, content) and ShareGPT's `conversations` (from, value); the same chat in
+either gives the same messages (`messages.py`). Text is never changed. Whatever is wrong with a row is a value, not an
+exception: a bad row is counted and listed, and the run goes on.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-Message: TypeAlias = dict[str, Any]
-"""`role`, `content`, and further keys as the row had them; a key whose value was null is absent."""
+from pipeline.config.schema import InputSection
+from pipeline.corpus.messages import Message, Unusable, kind_of, read_messages, shown
 
-ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES: Mapping[str, str] = {
-    **{role: role for role in ROLES},
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-}
+__all__ = ["PLAIN", "Message", "Row", "Unusable", "read_document", "read_row", "read_value", "shown"]
+
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-SHOWN_CHARACTERS = 160
-
-
-@dataclass(frozen=True, slots=True)
-class Unusable:
-    """Why a row is left out: `reason` is one of a few fixed phrases, to count by; `detail` says what was found in this row."""
-
-    reason: str
-    detail: str = ""
+LARGEST_ID = 2**31 - 1
+PLAIN = InputSection(path="")
+"""How rows are read where nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Row `row` (from 0; one line each) of `source`. `messages` is None exactly where `unusable` says why.
+    """Row `row` (from 0) of `source`: `messages`, `text` or `input_ids`, and none of them exactly where `unusable` says why.
 
-    `finish_reason` is about the last assistant turn ("length": the answer was cut at a token limit); `id` is the row's own.
+    `tools` are the functions that the chat's template is to declare. `finish_reason` is about the last assistant turn ("length": the
+    answer was cut at a token limit); `id` is the row's own. `loss_mask` goes with `input_ids`; None: all but the first.
     """
 
     source: str
@@ -47,93 +35,108 @@ class Row:
     unusable: Unusable | None = None
     finish_reason: str | None = None
     id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    text: str | None = None
+    input_ids: list[int] | None = None
+    loss_mask: list[bool] | None = None
 
 
-def read_row(source: str, row: int, line: bytes) -> Row:
-    """The chat in `line`, UTF-8 JSON."""
+def read_row(source: str, row: int, line: bytes, given: InputSection = PLAIN) -> Row:
+    """The row in `line`, UTF-8 JSON. A key that an object has twice counts as it stands last, as everywhere in Python."""
     value = _read_json(line.removeprefix(BYTE_ORDER_MARK) if row == 0 else line)
-    if isinstance(value, Unusable):
-        return Row(source, row, None, value)
-    messages = _messages(value)
-    if isinstance(messages, Unusable):
-        return Row(source, row, None, messages)
-    finish_reason, own_id = value.get("finish_reason"), value.get("id")
+    return Row(source, row, None, value) if isinstance(value, Unusable) else read_value(source, row, value, given)
+
+
+def read_value(source: str, row: int, value: object, given: InputSection = PLAIN) -> Row:
+    """The row in a value of plain JSON types."""
+    if not isinstance(value, dict):
+        return Row(source, row, None, Unusable("wrong type", f"the row is {kind_of(value)}, expected an object"))
+    try:
+        found = _contents(value, given)
+    except RecursionError:
+        found = Unusable("nested too deeply")
+    if isinstance(found, Unusable):
+        return Row(source, row, None, found)
+    keys: Mapping[Any, str] = given.keys
+    finish_reason, own_id = (value.get(keys.get(name, name)) for name in ("finish_reason", "id"))
     return Row(
         source,
         row,
-        messages,
+        found.pop("messages", None),
         finish_reason=finish_reason if isinstance(finish_reason, str) else None,
         id=own_id if isinstance(own_id, str) else None,
+        **found,
     )
 
 
-def shown(value: object) -> str:
-    """`value` for a message: one line, not too long, printable."""
-    text = value if isinstance(value, str) else repr(value)
-    text = " ".join(text[: 2 * SHOWN_CHARACTERS].split())
-    text = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def read_document(source: str, row: int, data: bytes) -> Row:
+    """A plain text, UTF-8. It is taken as it is, but for a byte order mark."""
+    try:
+        text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
+    except UnicodeDecodeError as error:
+        return Row(source, row, None, Unusable("invalid text", f"not UTF-8: {error.reason} at byte {error.start}"))
+    return Row(source, row, None, text=text) if text.strip() else Row(source, row, None, Unusable("empty text"))
 
 
-def _read_json(line: bytes) -> dict[str, Any] | Unusable:
+def _read_json(line: bytes) -> Any:
     if not line.strip():
         return Unusable("blank line")
     try:
         # Decoded here, because json.loads guesses UTF-16 and lets half characters pass when it is given bytes.
-        value = json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Unusable("broken JSON", f"not UTF-8: {error.reason} at byte {error.start}")
     except RecursionError:
         return Unusable("broken JSON", "nested too deeply")
     except ValueError as error:
         return Unusable("broken JSON", shown(str(error)))
-    if not isinstance(value, dict):
-        return Unusable("wrong type", f"the row is {_kind(value)}, expected an object")
-    return value
 
 
-def _messages(row: dict[str, Any]) -> list[Message] | Unusable:
-    """The row's messages in one form."""
-    key = next((key for key in ("messages", "conversations") if row.get(key) is not None), None)
-    if key is None:
-        return Unusable("no messages", f"expected `messages` or `conversations`, found {shown(', '.join(row)) or 'no key'}")
-    given = row[key]
-    if not isinstance(given, list):
-        return Unusable("wrong type", f"{key} is {_kind(given)}, expected a list")
-    if not given:
-        return Unusable("empty conversation")
-    if row.get("tools"):
-        return Unusable("tools", "the row declares tools, which are not read yet; the chat would be rendered without them")
-    messages = []
-    for i, item in enumerate(given):
-        message = _message(item, f"{key}[{i}]")
-        if isinstance(message, Unusable):
-            return message
-        messages.append(message)
-    return messages
+def _contents(value: dict[str, Any], given: InputSection) -> dict[str, Any] | Unusable:
+    """Fields of `Row` by what the entry says that its rows are."""
+    if given.type == "tokens":
+        return _tokens(value, given)
+    if "text" in given.keys:
+        text = value.get(given.keys["text"])
+        if not isinstance(text, str):
+            return Unusable("wrong type", f"{given.keys['text']} is {kind_of(text)}, expected a string")
+        return {"text": text} if text.strip() else Unusable("empty text")
+    messages = read_messages(value, given)
+    if isinstance(messages, Unusable):
+        return messages
+    tools = _tools(value.get(given.keys.get("tools", "tools")))
+    return tools if isinstance(tools, Unusable) else {"messages": messages, "tools": tools}
 
 
-def _message(item: object, where: str) -> Message | Unusable:
-    if not isinstance(item, dict):
-        return Unusable("wrong type", f"{where} is {_kind(item)}, expected an object")
-    # `datasets` fills keys that a row lacks with null; to a template that is something else than an absent key.
-    message = {key: value for key, value in item.items() if value is not None}
-    role_key, text_key, roles = "role", "content", {role: role for role in ROLES}
-    if "role" not in message and "from" in message:
-        role_key, text_key, roles = "from", "value", dict(SHAREGPT_ROLES)
-    role, text = message.pop(role_key, None), message.pop(text_key, None)
-    if not isinstance(role, str):
-        return Unusable("wrong type", f"{where}.{role_key} is {_kind(role)}, expected a string")
-    if role not in roles:
-        return Unusable("unknown role", f"{where}.{role_key} is {shown(repr(role))}, expected one of {', '.join(roles)}")
-    rest = {key: value for key, value in message.items() if key not in ("role", "content")}
-    if text is None and roles[role] == "assistant" and rest.get("tool_calls"):
-        return {"role": "assistant", **rest}
-    if not isinstance(text, str):
-        return Unusable("wrong type", f"{where}.{text_key} is {_kind(text)}, expected a string")
-    return {"role": roles[role], "content": text, **rest}
+def _tools(tools: object) -> list[dict[str, Any]] | Unusable | None:
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            return Unusable("wrong type", f"tools is a string that is no JSON: {shown(str(error))}")
+    if tools is None or tools in ("", []):
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return Unusable("wrong type", f"tools is {kind_of(tools)}, expected a list of objects")
+    return tools
 
 
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null or absent"}
-    return names.get(type(value), "a number")
+def _tokens(value: dict[str, Any], given: InputSection) -> dict[str, Any] | Unusable:
+    name, mask_name = given.keys.get("input_ids", "input_ids"), given.keys.get("loss_mask", "loss_mask")
+    ids, mask = value.get(name), value.get(mask_name)
+    if not isinstance(ids, list):
+        return Unusable("wrong type", f"{name} is {kind_of(ids)}, expected a list of token ids")
+    if not ids:
+        return Unusable("empty text", f"{name} is empty")
+    for i, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token <= LARGEST_ID:
+            return Unusable("wrong type", f"{name}[{i}] is {shown(repr(token))}, expected a token id")
+    if mask is None:
+        return {"input_ids": ids}
+    if not isinstance(mask, list) or len(mask) != len(ids):
+        found = f"{len(mask)} values" if isinstance(mask, list) else kind_of(mask)
+        return Unusable("wrong type", f"{mask_name} is {found}, expected one for each of {len(ids)} tokens")
+    for i, flag in enumerate(mask):
+        if type(flag) not in (bool, int) or flag not in (0, 1):
+            return Unusable("wrong type", f"{mask_name}[{i}] is {shown(repr(flag))}, expected 0 or 1")
+    return {"input_ids": ids, "loss_mask": [bool(flag) for flag in mask]}

@@ -1,4 +1,5 @@
-"""Columns of a prepared corpus's `samples.arrow`. `python -m pipeline.corpus.schema DIR` writes them down, a test holds them equal."""
+"""Columns of a prepared corpus's `samples.arrow`. `python -m pipeline.corpus.schema DIR` writes down what these and rows are; a test holds
+them equal."""
 
 import json
 import sys
@@ -7,7 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
-FORMAT_VERSION = 2  # raise it when columns, files or ids of a prepared corpus change
+from pipeline.corpus.row_schema import row_schemas
+
+FORMAT_VERSION = 3  # raise it when columns, files or ids of a prepared corpus change
 
 
 def _field(name: str, kind: pa.DataType, meaning: str) -> "pa.Field[Any]":
@@ -21,7 +24,8 @@ SAMPLES = pa.schema(
         _field(
             "sample_id",
             pa.string(),
-            "the row's own id if a string that no other row has, else row-SOURCE-ROW or row-SET-SOURCE-ROW by ordinals; unique",
+            "the row's own id if a string that no other row has, else row-SOURCE-ROW or row-SET-SOURCE-ROW by ordinals; "
+            "with /1, /2, … for further samples of the row; unique",
         ),
         _field("source", pa.string(), "name of the file, without its folder"),
         _field("row", pa.int64(), "line of the source, from 0"),
@@ -34,8 +38,25 @@ SAMPLES = pa.schema(
 )
 
 # A part holds the same, with what is needed to find ids in place of ids.
-_FIRST: "list[pa.Field[Any]]" = [pa.field("own_id", pa.string()), pa.field("id_hash", pa.uint64(), nullable=False)]
+_FIRST: "list[pa.Field[Any]]" = [
+    pa.field("own_id", pa.string()),
+    *(pa.field(name, pa.uint64(), nullable=False) for name in ("id_hash", "content_low", "content_high")),
+    pa.field("piece", pa.int32(), nullable=False),
+    pa.field("flags", pa.uint8(), nullable=False),
+]
 PART = pa.schema(_FIRST + [SAMPLES.field(i) for i in range(1, len(SAMPLES))])
+
+
+EXAMPLE: dict[str, Any] = {
+    "sample_id": "row-0-17",
+    "source": "chats.jsonl",
+    "row": 17,
+    "split": "train",
+    "input_ids": [1, 4093, 198, 1780, 2],
+    "loss_mask": [{"start": 3, "length": 2}],
+    "num_tokens": 5,
+    "num_supervised": 2,
+}
 
 
 def schemas() -> dict[str, str]:
@@ -44,8 +65,14 @@ def schemas() -> dict[str, str]:
         field.name: {"type": str(field.type), "nullable": field.nullable, "meaning": (field.metadata or {})[b"meaning"].decode()}
         for field in SAMPLES
     }
-    value = {"file": "samples.arrow of a prepared corpus: Arrow IPC file format", "format_version": FORMAT_VERSION, "columns": columns}
-    return {"prepared_samples.arrow.json": json.dumps(value, indent=2, ensure_ascii=False) + "\n"}
+    samples = {
+        "file": "samples.arrow of a prepared corpus: Arrow IPC file format",
+        "format_version": FORMAT_VERSION,
+        "columns": columns,
+        "example": EXAMPLE,
+    }
+    values = {"prepared_samples.arrow.json": samples, **row_schemas()}
+    return {name: json.dumps(value, indent=2, ensure_ascii=False) + "\n" for name, value in values.items()}
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from pipeline.draft.loss import embed_blocks
 from pipeline.draft.model import Draft
 from pipeline.draft.serving import Serving
+from pipeline.draft.slots import embed_blocks, likeliest
 from pipeline.errors import DraftError, TargetError
 from pipeline.records import TargetBundle
 
@@ -35,7 +35,7 @@ class Decoded:
 @torch.inference_mode()
 def greedy_decode(target_model: Any, prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: Collection[int]) -> Decoded:
     """The target's own greedy answer, one token a forward, with a K/V cache; stops after `max_new_tokens` or a stop token."""
-    _check_length(prompt_ids, max_new_tokens)
+    check_request(prompt_ids, max_new_tokens)
     cache, ids = DynamicCache(), []
     feed = torch.tensor([list(prompt_ids)], device=target_model.device)
     while True:
@@ -49,36 +49,35 @@ def greedy_decode(target_model: Any, prompt_ids: Sequence[int], max_new_tokens: 
 def speculative_decode(
     target_model: Any, draft: Draft, bundle: TargetBundle, prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: Collection[int]
 ) -> Decoded:
-    """The same answer in fewer forwards of the target: `draft` proposes a block, the target verifies it in one forward.
+    """The same answer in fewer forwards of the target: `draft` proposes the next tokens, the target verifies them in one forward.
 
     `target_model` is a transformers causal model with all its layers; `bundle` its embedding and head, on the same device. Raises
     `TargetError` for a target whose state cannot be taken back, `DraftError` for a draft of another target.
     """
-    _check_length(prompt_ids, max_new_tokens)
+    check_request(prompt_ids, max_new_tokens)
     check_rewindable(target_model)
     config = draft.config
-    layers = _layers(target_model, draft)
+    layers = layers_of(target_model, draft)
     cache, serving = DynamicCache(), Serving(draft, len(prompt_ids) + max_new_tokens)
     block = torch.full((1, config.block_size), config.mask_token_id, device=target_model.device)
     masks = embed_blocks(block, bundle)
-    with _features(layers) as take:
+    with features_of(layers) as take:
         feed = torch.tensor([list(prompt_ids)], device=target_model.device)
         ids, lengths = [int(_forward(target_model, feed, cache, 1))], []
         serving.extend(take())
         while len(ids) < max_new_tokens and ids[-1] not in stop_ids:
             block[0, 0] = ids[-1]
             masks[:, :1] = embed_blocks(block[:, :1], bundle)
-            # Slot 0 predicts nothing, but a head over all B slots is no dearer than over B - 1 (and on CPUs often cheaper).
-            proposed = (serving.hidden(masks).to(bundle.head.dtype) @ bundle.head.T).argmax(dim=-1)
-            proposed[:, 0] = block[:, 0]
-            drafted, verified = torch.cat((proposed, _forward(target_model, proposed, cache, config.block_size))).tolist()
+            proposal = draft.variant.propose(draft, serving.hidden(masks), block[:, 0], bundle, likeliest)
+            proposed = torch.cat((block[:, :1], proposal.tokens), dim=1)
+            drafted, verified = torch.cat((proposed, _forward(target_model, proposed, cache, proposed.shape[1]))).tolist()
             committed = _committed(drafted[1:], verified)
             features = take()[:, : len(committed)]
             new = _cut(committed, max_new_tokens - len(ids), stop_ids)
             ids += new
             lengths.append(len(new))
             # The last committed token is the next anchor: neither the target nor the draft has seen it yet.
-            cache.crop(len(new) - config.block_size)
+            cache.crop(len(new) - len(drafted))
             serving.extend(features[:, : len(new)])
     return Decoded(ids, lengths)
 
@@ -87,6 +86,8 @@ def check_rewindable(target_model: Any) -> None:
     """Raise `TargetError` unless the target's cache is keys and values of tokens, which cropping takes back."""
     text = target_model.config.get_text_config(decoder=True)
     recurrent = sorted(set(getattr(text, "layer_types", None) or ()) - REWINDABLE)
+    if (getattr(text, "linear_attn_config", None) or {}).get("kda_layers"):  # Kimi names them here
+        recurrent.append("kda_layers")
     if recurrent or getattr(target_model, "_is_stateful", False):
         raise TargetError(
             f"the target ({type(target_model).__name__}) has recurrent layers{f' ({recurrent[0]})' if recurrent else ''}: after a rejected "
@@ -94,14 +95,14 @@ def check_rewindable(target_model: Any) -> None:
         )
 
 
-def _check_length(prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+def check_request(prompt_ids: Sequence[int], max_new_tokens: int) -> None:
     if len(prompt_ids) == 0 or max_new_tokens < 1:
         raise TargetError(
             f"nothing to decode: a prompt of {len(prompt_ids)} tokens, {max_new_tokens} new tokens asked for; give at least 1 each"
         )
 
 
-def _layers(target_model: Any, draft: Draft) -> list[Any]:
+def layers_of(target_model: Any, draft: Draft) -> list[Any]:
     """The decoder layers that the draft reads, in its order."""
     layers = target_model.get_decoder().layers
     hidden = target_model.get_input_embeddings().weight.shape[1]
@@ -122,7 +123,7 @@ def _forward(target_model: Any, ids: torch.Tensor, cache: DynamicCache, keep: in
 
 
 @contextmanager
-def _features(layers: Sequence[Any]) -> Iterator[Callable[[], torch.Tensor]]:
+def features_of(layers: Sequence[Any]) -> Iterator[Callable[[], torch.Tensor]]:
     """While open, the outputs of `layers` in the latest forward, side by side: [1, T, L·H]."""
     seen: dict[int, torch.Tensor] = {}
 

@@ -10,8 +10,8 @@ from pipeline.draft.attention import Tile
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: tuple[torch.Tensor, torch.Tensor], tiles: tuple[Tile, ...]
 ) -> torch.Tensor:
-    """Attention of all blocks: query [R, Hkv, N·B, G, D] (G heads share a KV head), key and value [R, Hkv, N·B, D], in the plan's
-    order; context keys and values [R, Hkv, C, D]. Returns [R, Hkv, N·B, G, D]."""
+    """Attention of all blocks: query [R, Hkv, N·B, G, D] (G heads share a KV head), key [R, Hkv, N·B, D] and value [R, Hkv, N·B, Dv],
+    in the plan's order; context keys and values of the same channels, [R, Hkv, C, ·]. Returns [R, Hkv, N·B, G, Dv]; the scale is D^-½."""
     if query.device.type == "cpu":
         return attend_cpu(query, key, value, context, tiles)
     return _portable(query, key, value, context, tiles)

@@ -5,7 +5,7 @@ time (a tile), and a tile reads the context rows that all of its slots see witho
 slots, with a small one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,15 @@ from pipeline.records import DraftBatch
 # A GPU wants larger products, and its tiles run one after another.
 TILE_QUERIES, DEVICE_TILE_QUERIES = 768, 4096
 
+# Given query [R, Hkv, Q, G, D] and the block's own key [R, Hkv, Q, D] and value [R, Hkv, Q, Dv], attention over context and block.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-def visible(batch: DraftBatch, block_size: int, window: int | None) -> torch.Tensor:
+
+def visible(batch: DraftBatch, block_size: int, window: int | None, causal: bool = False) -> torch.Tensor:
     """The definition: bool [R, 1, N·B, S + N·B], true where a slot (row) sees a context row or a slot (column).
 
     A slot sees the context rows of its document strictly below its anchor (with a `window` W, of those the rows less than W behind
-    itself) and all slots of its own block. A padding block sees its own slots and no context.
+    itself) and all slots of its own block (`causal`: those up to itself). A padding block sees its own slots and no context.
     """
     rows, tokens = batch.input_ids.shape
     slots = torch.arange(block_size, device=batch.anchors.device)
@@ -30,9 +33,15 @@ def visible(batch: DraftBatch, block_size: int, window: int | None) -> torch.Ten
     )
     context = torch.arange(tokens, device=anchors.device)
     sees = _sees_context(anchors, starts, slots.repeat(batch.anchors.shape[1]), context, window) & valid.unsqueeze(-1)
-    block = torch.arange(batch.anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
-    own = (block.unsqueeze(-1) == block).expand(rows, -1, -1)
+    own = _sees_own(batch.anchors.shape[1], block_size, causal, anchors.device).expand(rows, -1, -1)
     return torch.cat((sees, own), dim=-1).unsqueeze(1)
+
+
+def _sees_own(count: int, block_size: int, causal: bool, device: torch.device) -> torch.Tensor:
+    """bool [Q, Q], Q = count · B: whether a slot sees another one of `count` blocks."""
+    block = torch.arange(count, device=device).repeat_interleave(block_size)
+    same = block.unsqueeze(-1) == block
+    return same.tril() if causal else same
 
 
 def _sees_context(
@@ -77,8 +86,8 @@ class Plan:
     tiles: dict[int | None, tuple[Tile, ...]]
 
 
-def plan_tiles(batch: DraftBatch, block_size: int, windows: set[int | None], queries_per_slot: int) -> Plan:
-    """Tiles for every window in `windows`. `queries_per_slot` is the number of heads that share one KV head."""
+def plan_tiles(batch: DraftBatch, block_size: int, windows: set[int | None], queries_per_slot: int, causal: bool = False) -> Plan:
+    """Tiles for every window in `windows`. `queries_per_slot` is the number of heads that share one KV head; `causal` as in `visible`."""
     limit = torch.iinfo(torch.int64).max
     # Padding goes last, so that a batch with ascending anchors is in order already.
     order = torch.where(batch.block_valid, batch.anchors, limit).argsort(dim=1, stable=True)
@@ -98,7 +107,7 @@ def plan_tiles(batch: DraftBatch, block_size: int, windows: set[int | None], que
                 else:
                     shared, rest = (0, 0), (max(low, anchors[first] - window + 1), high)
                 rest = rest if rest[0] < rest[1] else (0, 0)
-                mask = _tile_mask(fields[:2, row, first:last], rest, block_size, window)
+                mask = _tile_mask(fields[:2, row, first:last], rest, block_size, window, causal)
                 found.append(Tile(row, (first * block_size, last * block_size), shared, rest, mask, block_size))
         tiles[window] = tuple(found)
     return Plan(order, tiles)
@@ -114,11 +123,10 @@ def _runs(starts: list[int], valid: list[int], per_tile: int) -> Iterator[tuple[
             first = block
 
 
-def _tile_mask(blocks: torch.Tensor, rest: tuple[int, int], block_size: int, window: int | None) -> torch.Tensor:
+def _tile_mask(blocks: torch.Tensor, rest: tuple[int, int], block_size: int, window: int | None, causal: bool) -> torch.Tensor:
     """bool [T·B, T·B + rest]; `blocks` int64 [2, T], anchors and document starts."""
     count, device = blocks.shape[1], blocks.device
     anchors, starts = blocks.repeat_interleave(block_size, dim=1)
-    block = torch.arange(count, device=device).repeat_interleave(block_size)
     slots = torch.arange(block_size, device=device).repeat(count)
     sees = _sees_context(anchors, starts, slots, torch.arange(*rest, device=device), window)
-    return torch.cat((block.unsqueeze(-1) == block, sees), dim=-1)
+    return torch.cat((_sees_own(count, block_size, causal, device), sees), dim=-1)

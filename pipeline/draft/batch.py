@@ -52,14 +52,16 @@ def collate(
     anchors: Sequence[NDArray[np.int64]],
     shape: BatchShape,
     rows: Sequence[Sequence[int]] | None = None,
+    prefix_lengths: Sequence[NDArray[np.int64]] | None = None,
 ) -> DraftBatch:
     """`rows` says which samples, by their places in `samples`, lie one after another in each row; by default, one sample a row.
 
     Rows are padded on the right. There is one block an anchor; padding blocks repeat the row's last anchor and are invalid. `anchors` count
-    inside their sample. Without samples it is the empty batch: one row whose only block is invalid, for a rank that must take part all
-    the same.
+    inside their sample; `prefix_lengths`, one for each of them, are how many slots of its block are visible. Without samples it is the
+    empty batch: one row whose only block is invalid, for a rank that must take part all the same.
     """
-    documents = _documents(samples, anchors, [(place,) for place in range(len(samples))] if rows is None else rows)
+    rows = [(place,) for place in range(len(samples))] if rows is None else rows
+    documents = _documents(samples, anchors, rows)
     num_rows = 1 + max((d.row for d in documents), default=0)
     tokens = max([shape.block_size, *(d.end for d in documents)])
     # A last document without an anchor still tells where its row ends: by a padding block.
@@ -84,6 +86,10 @@ def collate(
         if final is not None and sample.final is not None:
             final[at] = sample.final
     placed, document_start, document_end, valid = _blocks(documents, (num_rows, blocks), tokens)
+    visible = None if prefix_lengths is None else torch.ones_like(placed)
+    if visible is not None and prefix_lengths is not None:
+        for document, place in zip(documents, (place for row in rows for place in row), strict=True):
+            visible[document.blocks] = torch.from_numpy(prefix_lengths[place])
     return DraftBatch(
         sample_ids=tuple(s.tokens.sample_id for s in samples),
         input_ids=input_ids,
@@ -96,6 +102,7 @@ def collate(
         block_valid=valid,
         final=final,
         quantised=quantised,
+        prefix_lengths=visible,
     )
 
 

@@ -1,20 +1,24 @@
-"""The draft's geometry, and its `config.json` as servers read it (DFLASH §7)."""
+"""The draft's geometry: what of it is asked for, what is the target's, and what cannot work."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.schema import DraftSection
+from pipeline.config.draft import VARIANT_FIELDS, DraftSection
+from pipeline.draft.kimi_config import LatentShape
 from pipeline.errors import DraftError
 from pipeline.records import TargetBundle
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+ROPE_THETA = 10000.0
 
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
     """Everything that decides the draft's shape and what it computes. Sizes as in a Qwen3 config; `vocab_size` is V, the
-    rows of the target's embedding; `sliding_window` in tokens, for the layers whose type is `sliding_attention`."""
+    rows of the target's embedding; `sliding_window` in tokens, for the layers whose type is `sliding_attention`. With `latent` the
+    backbone is Kimi K3's, to which `head_dim`, RoPE and `attention_bias` mean nothing. Fields of a `variant` (as `DraftSection` explains
+    them; the defaults are those of published drafts that leave them out) mean nothing to the others."""
 
     hidden_size: int
     intermediate_size: int
@@ -30,12 +34,22 @@ class DraftConfig:
     layer_types: tuple[str, ...]
     sliding_window: int | None = None
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    rope_theta: float = ROPE_THETA
     attention_bias: bool = False
     max_position_embeddings: int = 32768
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    latent: LatentShape | None = None
+    variant: str = "dflash"
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+    emb_dim: int = 256
+    gru_hidden_dim: int = 1024
+    pure_draft_prefix_len: int = 0
+    shift_label: bool = False
 
     def __post_init__(self) -> None:
         faults = [*_geometry_faults(self), *_layer_faults(self)]
@@ -70,6 +84,9 @@ class DraftConfig:
                 raise DraftError(f"the target's config has no {name}; set model.draft.{name}")
             return int(value)
 
+        _check_backbone(section)
+        latent = LatentShape.build(section.mla, target) if section.backbone == "kimi_k3" else None
+        own = {name: getattr(section, name) for name in VARIANT_FIELDS.get(section.variant, ())}
         heads = geometry("num_attention_heads")
         hidden_size = bundle.embedding.shape[1]
         return cls(
@@ -77,114 +94,56 @@ class DraftConfig:
             intermediate_size=geometry("intermediate_size"),
             num_hidden_layers=section.num_hidden_layers,
             num_attention_heads=heads,
-            num_key_value_heads=geometry("num_key_value_heads", heads),
+            num_key_value_heads=geometry("num_key_value_heads", heads) if latent is None else section.num_key_value_heads or heads,
             head_dim=geometry("head_dim", hidden_size // int(target.get("num_attention_heads") or heads)),
             vocab_size=rows,
             num_target_layers=int(target["num_hidden_layers"]),
             target_layer_ids=section.target_layer_ids or layer_ids,
             block_size=section.block_size,
             mask_token_id=mask,
-            layer_types=(SLIDING if section.sliding_window else FULL,) * section.num_hidden_layers,
+            layer_types=section.layer_types or (SLIDING if section.sliding_window else FULL,) * section.num_hidden_layers,
             sliding_window=section.sliding_window,
             rms_norm_eps=section.rms_norm_eps or float(target.get("rms_norm_eps") or 1e-6),
             # Only the base is the target's: the draft turns with plain RoPE, and its config says so.
-            rope_theta=section.rope_theta or _rope_theta(target),
+            rope_theta=section.rope_theta or rope_theta_of(target) if latent is None else ROPE_THETA,
             attention_bias=section.attention_bias,
             max_position_embeddings=int(target.get("max_position_embeddings") or 32768),
             input_embedding_scale=bundle.input_embedding_scale,
             output_multiplier=bundle.output_multiplier,
             final_logit_softcapping=bundle.final_logit_softcapping,
+            latent=latent,
+            variant=section.variant,
+            **{name: value for name, value in own.items() if value is not None},
         )
+
+    @property
+    def label_shift(self) -> int:
+        """Slot k predicts the token at anchor + k + shift; slots below 1 - shift predict nothing."""
+        return int(self.variant == "domino" and self.shift_label)
+
+    @property
+    def key_size(self) -> int:
+        """Channels of a head's queries and keys."""
+        return self.head_dim if self.latent is None else self.latent.qk_nope_head_dim + self.latent.qk_rope_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Channels of a head's values."""
+        return self.head_dim if self.latent is None else self.latent.v_head_dim
 
     def window(self, layer: int) -> int | None:
         """Sliding window of draft layer `layer` in tokens; None when it sees the whole context."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
-    def to_json(self) -> dict[str, Any]:
-        """The exported `config.json`, without the dtype. RoPE's base stands in both places where a transformers version looks for it."""
-        extras = {
-            "input_embedding_scale": self.input_embedding_scale if self.input_embedding_scale != 1.0 else None,
-            "output_multiplier": self.output_multiplier if self.output_multiplier != 1.0 else None,
-            "final_logit_softcapping": self.final_logit_softcapping,
-        }
-        return {
-            "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
-            "hidden_act": "silu",
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "max_position_embeddings": self.max_position_embeddings,
-            "vocab_size": self.vocab_size,
-            "attention_bias": self.attention_bias,
-            "attention_dropout": 0.0,
-            "initializer_range": 0.02,
-            "layer_types": list(self.layer_types),
-            "sliding_window": self.sliding_window,
-            "use_sliding_window": SLIDING in self.layer_types,
-            "max_window_layers": self.num_hidden_layers,
-            "tie_word_embeddings": False,
-            "is_causal": False,
-            "num_target_layers": self.num_target_layers,
-            "block_size": self.block_size,
-            "dflash_config": {
-                "target_layer_ids": list(self.target_layer_ids),
-                "mask_token_id": self.mask_token_id,
-                "block_size": self.block_size,
-                **{key: value for key, value in extras.items() if value is not None},
-            },
-        }
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "DraftConfig":
-        """The draft of a `config.json`, ours or a published one. Raises `DraftError` for what this package would compute otherwise."""
-        dflash = values.get("dflash_config") or {}
-        merged = {**values, **dflash}
-        required = (
-            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
-            *("num_target_layers", "target_layer_ids", "block_size", "mask_token_id"),
-        )
-        if missing := [name for name in required if merged.get(name) is None]:
-            raise DraftError(f"the draft's config.json lacks {', '.join(missing)}")
-        if values.get("is_causal") or dflash.get("causal"):
-            raise DraftError("the draft's config.json asks for causal blocks; plain DFlash blocks see their slots in both directions")
-        if dflash.get("projector_type") or "conv_kernel_size" in dflash:
-            raise DraftError("the draft's config.json is of another variant than plain DFlash")
-        if values.get("hidden_act", "silu") != "silu":
-            raise DraftError(f"the draft's config.json has hidden_act {values['hidden_act']!r}, expected 'silu'")
-        layers, heads = int(values["num_hidden_layers"]), int(values["num_attention_heads"])
-        given = values.get("layer_types")
-        sliding = bool(values.get("sliding_window")) and (given is not None or values.get("use_sliding_window", False))
-        types = tuple(given) if given is not None else (SLIDING if sliding else FULL,) * layers
-        return cls(
-            hidden_size=int(values["hidden_size"]),
-            intermediate_size=int(values["intermediate_size"]),
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=int(values.get("num_key_value_heads") or heads),
-            head_dim=int(values.get("head_dim") or int(values["hidden_size"]) // max(1, heads)),
-            vocab_size=int(values["vocab_size"]),
-            num_target_layers=int(merged["num_target_layers"]),
-            target_layer_ids=tuple(int(layer) for layer in merged["target_layer_ids"]),
-            block_size=int(merged["block_size"]),
-            mask_token_id=int(merged["mask_token_id"]),
-            layer_types=types,
-            sliding_window=int(values["sliding_window"]) if SLIDING in types and values.get("sliding_window") else None,
-            rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-            rope_theta=_plain_rope_theta(values),
-            attention_bias=bool(values.get("attention_bias", False)),
-            max_position_embeddings=int(values.get("max_position_embeddings", 32768)),
-            # Like z-lab's class: at the top level too, and a soft cap of 0 is none.
-            input_embedding_scale=float(merged.get("input_embedding_scale") or 1.0),
-            output_multiplier=float(merged.get("output_multiplier") or 1.0),
-            final_logit_softcapping=merged.get("final_logit_softcapping") or None,
-        )
+def _check_backbone(section: DraftSection) -> None:
+    """Raise `DraftError` for a field of the other backbone: it would be without effect."""
+    if section.backbone == "kimi_k3":
+        strange = [name for name in ("head_dim", "rope_theta", "attention_bias", "sliding_window", "layer_types") if getattr(section, name)]
+    else:
+        strange = [f"mla.{name}" for name, value in section.mla.model_dump().items() if value is not None]
+    if strange:
+        raise DraftError(f"backbone {section.backbone} has no {', '.join(strange)}: leave out model.draft.{', model.draft.'.join(strange)}")
 
 
 def _geometry_faults(config: DraftConfig) -> list[str]:
@@ -192,7 +151,13 @@ def _geometry_faults(config: DraftConfig) -> list[str]:
     faults = [f"{name} is {getattr(config, name)}, expected at least 1" for name in sizes if getattr(config, name) < 1]
     if not faults and config.num_attention_heads % config.num_key_value_heads:
         faults.append(f"{config.num_key_value_heads} KV heads do not divide {config.num_attention_heads} heads")
-    if config.head_dim % 2:
+    if config.latent is not None:
+        faults += config.latent.faults(config.num_attention_heads, config.num_key_value_heads)
+        if SLIDING in config.layer_types:
+            faults.append("a sliding window, which a Kimi K3 draft's config cannot tell a server")
+        if config.variant != "dflash":
+            faults.append(f"variant {config.variant} on a Kimi K3 backbone, which no server reads")
+    elif config.head_dim % 2:
         faults.append(f"head_dim {config.head_dim} is odd, and RoPE turns pairs")
     if config.block_size < 2:
         faults.append(f"block_size {config.block_size} leaves no slot to predict; use at least 2")
@@ -200,6 +165,8 @@ def _geometry_faults(config: DraftConfig) -> list[str]:
         faults.append(f"layer_types {list(config.layer_types)} must name {config.num_hidden_layers} layers, each {FULL} or {SLIDING}")
     if SLIDING in config.layer_types and (config.sliding_window is None or config.sliding_window < config.block_size):
         faults.append(f"sliding_window {config.sliding_window} is smaller than a block of {config.block_size}")
+    if SLIDING not in config.layer_types and config.sliding_window is not None:
+        faults.append(f"sliding_window is {config.sliding_window}, and layer_types names no {SLIDING}")
     return faults
 
 
@@ -214,7 +181,7 @@ def _layer_faults(config: DraftConfig) -> list[str]:
     return faults
 
 
-def _rope_theta(values: Mapping[str, Any]) -> float:
+def rope_theta_of(values: Mapping[str, Any]) -> float:
     """RoPE's base: in `rope_parameters` (transformers 5; by layer type in some targets), else at the top level (4)."""
     nested = values.get("rope_parameters") or {}
     nested = nested.get(FULL, nested)
@@ -222,17 +189,3 @@ def _rope_theta(values: Mapping[str, Any]) -> float:
     if theta is None:
         raise DraftError("no rope_theta in rope_parameters or at the top level of the config; set model.draft.rope_theta")
     return float(theta)
-
-
-def _plain_rope_theta(values: Mapping[str, Any]) -> float:
-    """RoPE's base of a draft. Any scaling is refused: a key that is read and not applied would change what is served."""
-    for where in ("rope_parameters", "rope_scaling"):
-        rope = values.get(where) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise DraftError(f"the draft's config.json has {where} of type {kind!r}; only 'default' (plain RoPE) is built")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise DraftError(f"the draft's config.json has a partial_rotary_factor in {where}; only whole heads are turned")
-    if values.get("partial_rotary_factor") not in (None, 1.0):
-        raise DraftError("the draft's config.json has a partial_rotary_factor; only whole heads are turned")
-    return _rope_theta(values)

@@ -6,8 +6,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from pipeline.draft.config import DraftConfig
 from pipeline.draft.model import Draft
+from pipeline.draft.published import from_json, to_json
 from pipeline.errors import DraftError
 from pipeline.runtime.files import follow_umask
 
@@ -19,7 +19,7 @@ def export_draft(draft: Draft, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     follow_umask(folder / "model.safetensors")
     dtype = str(draft.fc.weight.dtype).removeprefix("torch.")
-    values = {**draft.config.to_json(), "dtype": dtype, "torch_dtype": dtype}
+    values = {**to_json(draft.config), "dtype": dtype, "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -38,7 +38,7 @@ def load_draft(folder: Path) -> Draft:
     except (OSError, ValueError, SafetensorError) as error:
         raise DraftError(f"{folder} holds a damaged draft: {error}; export it again") from error
     try:
-        draft = Draft(DraftConfig.from_json(values))
+        draft = Draft(from_json(values))
     except (TypeError, ValueError, AttributeError) as error:
         raise DraftError(f"{folder / 'config.json'} has a value of the wrong type: {error}; export the draft again") from error
     expected = draft.state_dict()

@@ -16,27 +16,38 @@ Place = tuple[slice, slice]
 CPU_SLOTS, DEVICE_SLOTS = 512, 8192
 
 
-def places(rows: int, blocks: int, block_size: int, device: torch.device) -> list[Place]:
-    """Rectangles that cover [rows, blocks] once, each of at most the slots that run together, or one block."""
-    most = max(1, (CPU_SLOTS if device.type == "cpu" else DEVICE_SLOTS) // block_size)
+def places(valid: torch.Tensor, block_size: int) -> list[Place]:
+    """Rectangles that cover the blocks of `valid` bool [rows, blocks], each of at most the slots that run together, or one block.
+
+    Those of padding alone are left out, which rows of unequal numbers of anchors have much of. At least one stays: all parameters then get
+    a gradient, of zeros.
+    """
+    rows, blocks = valid.shape
+    most = max(1, (CPU_SLOTS if valid.device.type == "cpu" else DEVICE_SLOTS) // block_size)
     width, height = min(most, blocks), max(1, most // blocks)
-    return [
+    everything = [
         (slice(row, min(row + height, rows)), slice(block, min(block + width, blocks)))
         for row in range(0, rows, height)
         for block in range(0, blocks, width)
     ]
+    needed = torch.stack([valid[place].any() for place in everything]).tolist()
+    return [place for place, is_needed in zip(everything, needed, strict=True) if is_needed] or everything[:1]
 
 
 GroupScore = Callable[[Place, Sequence[torch.Tensor]], torch.Tensor]
-"""The sum [] of one group, given the shared tensors; besides those it depends on the parameters alone."""
+"""The sums [K] of one group, given the shared tensors; besides those they depend on the parameters alone."""
 
 
 def sum_over(
     groups: Sequence[Place], score: GroupScore, shared: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Σ score(place, shared) over `groups`, fp32 []. Its gradient reaches `shared` and `parameters`."""
+    """Σ score(place, shared) over `groups`, fp32 [K]. Its gradient reaches `shared` and `parameters`.
+
+    The gradients of the K sums are kept apart, so that each can be scaled afterwards; every sum beyond the first costs a backward pass
+    of its own, in time, and one more set of gradients.
+    """
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (*shared, *parameters)):
-        return torch.stack([score(place, shared) for place in groups]).sum()
+        return torch.stack([score(place, shared) for place in groups]).sum(dim=0)
     total: torch.Tensor = _Sum.apply(groups, score, len(shared), *shared, *parameters)  # type: ignore[no-untyped-call]
     return total
 
@@ -48,23 +59,42 @@ class _Sum(torch.autograd.Function):
         shared = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs[:num_shared]]
         everything = [*shared, *inputs[num_shared:]]
         which = [index for index, tensor in enumerate(everything) if tensor.requires_grad]
-        sums: list[torch.Tensor | None] = [None] * len(everything)
+        sums: list[list[torch.Tensor | None]] = []
         scores = []
+        # The gradients of two tensors may be one tensor; only what we added up ourselves is added to in place.
+        ours: set[tuple[int, int]] = set()
         for place in groups:
             with torch.enable_grad():
-                one = score(place, shared)
-            # A backward pass runs without autocast, in the dtypes that the forward left.
-            with torch.autocast(one.device.type, enabled=False):
-                grads = torch.autograd.grad(one, [everything[index] for index in which], allow_unused=True)
-            for index, grad in zip(which, grads, strict=True):
-                old = sums[index]
-                # Not in place: gradients of two tensors may be one tensor.
-                sums[index] = grad if old is None else old if grad is None else old + grad
-            scores.append(one.detach())
+                terms = score(place, shared).unbind()
+            sums = sums or [[None] * len(everything) for _ in terms]
+            for number, term in enumerate(terms):
+                # A backward pass runs without autocast, in the dtypes that the forward left.
+                with torch.autocast(term.device.type, enabled=False):
+                    wanted = [everything[index] for index in which]
+                    grads = torch.autograd.grad(term, wanted, allow_unused=True, retain_graph=number + 1 < len(terms))
+                for index, grad in zip(which, grads, strict=True):
+                    old = sums[number][index]
+                    if old is None or grad is None:
+                        sums[number][index] = grad if old is None else old
+                    else:
+                        sums[number][index] = old.add_(grad) if (number, index) in ours else old + grad
+                        ours.add((number, index))
+            scores.append(torch.stack(terms).detach())
         ctx.sums = sums
-        return torch.stack(scores).sum()
+        return torch.stack(scores).sum(dim=0)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sums, ctx.sums = ctx.sums, None
-        return None, None, None, *(None if grad is None else grad * upstream for grad in sums)
+        sums = ctx.sums
+        if len(sums) == 1:
+            ctx.sums = None  # of several sums, each may go backward by itself
+        return None, None, None, *(_weighted(grads, upstream) for grads in zip(*sums, strict=True))
+
+
+def _weighted(grads: Sequence[torch.Tensor | None], weights: torch.Tensor) -> torch.Tensor | None:
+    """Σ weights[k]·grads[k]; None where no sum depends on the tensor."""
+    total: torch.Tensor | None = None
+    for grad, weight in zip(grads, weights.unbind(), strict=True):
+        if grad is not None:
+            total = grad * weight if total is None else total.addcmul_(grad, weight.to(grad.dtype))
+    return total

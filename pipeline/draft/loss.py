@@ -1,37 +1,67 @@
-"""The training objective (DFLASH §3), as sums: a numerator with gradient, a denominator, and counts for metrics."""
+"""The training objective (DFLASH §3), as sums: numerators with gradient, denominators, and counts for metrics."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from pipeline.config.schema import ObjectiveSection
+from pipeline.config.draft import ObjectiveSection
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.groups import Place
-from pipeline.draft.matmul import times_transposed
-from pipeline.draft.metrics import BlockSums, accepted_prefix
+from pipeline.draft.head import compute_dtype
+from pipeline.draft.metrics import BlockSums, Layout, accepted_prefix
 from pipeline.draft.model import Draft
+from pipeline.draft.slots import (
+    Slots,
+    Teacher,
+    block_ids,
+    block_labels,
+    block_tokens,
+    embed_blocks,
+    loss_of,
+    slot_weights,
+    teacher_of,
+    weigh_by,
+)
+from pipeline.draft.variants import VARIANTS, Variant
 from pipeline.errors import DraftError
 from pipeline.records import DraftBatch, TargetBundle
 
-# Logits held at a time, in elements: 32 MiB of fp32.
-CHUNK_LOGITS = 1 << 23
+__all__ = ["ObjectiveSums", "block_ids", "block_labels", "embed_blocks", "layout_of", "objective"]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSums:
-    """Of one micro-batch. The loss is Σ numerators / Σ denominators over micro-batches and ranks.
+    """Of one micro-batch. The loss is Σ_k factors[k] · Σ numerators[k] / Σ denominators[k], summed over micro-batches and ranks before
+    anything is divided.
 
-    `numerator` fp32 [] = Σ w·m·CE, with gradient; `denominator` fp32 [] = Σ w·m, without; `correct` and `supervised`
-    bool [R, N, B], for acceptance by block and the counts of `metrics`.
+    `numerators` fp32 [K], with gradient, and `denominators` fp32 [K]: Σ w·m·CE and Σ w·m, or a variant's; `means` fp32 [E, 2], sums
+    and weights of the variant's further figures, as `layout` names them; `correct` and `supervised` bool [R, N, B], for
+    acceptance by block and the counts of `metrics`.
     """
 
-    numerator: torch.Tensor
-    denominator: torch.Tensor
+    numerators: torch.Tensor
+    denominators: torch.Tensor
+    means: torch.Tensor
     correct: torch.Tensor
     supervised: torch.Tensor
+    layout: Layout
+
+    @property
+    def numerator(self) -> torch.Tensor:
+        """[] of the first term, which for most variants is the only one."""
+        return self.numerators[0]
+
+    @property
+    def denominator(self) -> torch.Tensor:
+        return self.denominators[0]
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """[] of this micro-batch by itself, with gradient; a term without a denominator is 0."""
+        factors = self.numerators.new_tensor(self.layout.factors)
+        return (factors * self.numerators / torch.where(self.denominators > 0, self.denominators, 1.0)).sum()
 
     @property
     def metrics(self) -> BlockSums:
@@ -43,132 +73,78 @@ class ObjectiveSums:
         return accepted_prefix(self.correct, self.supervised)
 
 
-def objective(draft: nn.Module, bundle: TargetBundle, batch: DraftBatch, section: ObjectiveSection) -> ObjectiveSums:
+def layout_of(config: DraftConfig, section: ObjectiveSection) -> Layout:
+    """Which sums there are for a draft and its objective."""
+    variant = VARIANTS[config.variant]
+    factors = (1.0, section.selector_weight)[: len(variant.terms)]
+    means = (*variant.means, *variant.accepted)
+    return Layout(config.block_size, 1 - config.label_shift, tuple(variant.terms), factors, means)
+
+
+def base_share(section: ObjectiveSection, done: float) -> float:
+    """Domino's λ when the part `done` (0..1) of training is done: falls in a line from `lambda_start` to 0."""
+    return section.lambda_start * max(0.0, 1.0 - done / section.lambda_ratio)
+
+
+def objective(
+    draft: nn.Module,
+    bundle: TargetBundle,
+    batch: DraftBatch,
+    section: ObjectiveSection,
+    done: float = 1.0,
+    teacher: Teacher | None = None,
+) -> ObjectiveSums:
     """Run `draft` (a `Draft`, or a wrapper such as DDP with it as `.module`) on `batch` and score it.
 
-    A batch without a supervised slot is legal: both sums are 0, and every parameter still gets a gradient, of zeros. Under
-    `torch.no_grad` only the values are computed.
+    `done` is the part of training behind, for schedules; `teacher` gives the target's logits where they are needed, by default from
+    the batch's final hidden states. A batch without a supervised slot is legal: all sums are 0, and every parameter still gets a
+    gradient, of zeros. Under `torch.no_grad` only the values are computed. Raises `DraftError` for what cannot be scored.
     """
     inner = getattr(draft, "module", draft)
     if not isinstance(inner, Draft):
         raise DraftError(f"the objective runs a Draft, not {type(inner).__name__}")
     if batch.anchors.shape[1] == 0:
         raise DraftError("a batch has no block; give it at least one, of padding if need be")
-    config = inner.config
-    kind = batch.anchors.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inner.fc.weight.dtype
-    bundle = replace(bundle, head=bundle.head.to(dtype))  # once, not for every group
-    labels, supervised = block_labels(batch, config.block_size)
-    weights = slot_weights(section, config.block_size, labels.device).expand(labels.shape)
-    correct = torch.zeros_like(supervised)
+    config, variant = inner.config, inner.variant
+    bundle = replace(bundle, head=bundle.head.to(compute_dtype(inner.fc.weight)))  # once, not for every group
+    teacher = (teacher or teacher_of(batch, bundle)) if section.needs_final else None
+    _, supervised = block_labels(batch, config.block_size, config.label_shift)
+    tokens = block_tokens(batch, config.block_size + config.label_shift)
+    fixed = slot_weights(section, config, batch).expand(supervised.shape)
+    share = base_share(section, done)
+    kept: dict[str, torch.Tensor] = {"supervised": supervised}
 
     def score(hidden: torch.Tensor, place: Place) -> torch.Tensor:
-        scored, label = supervised[place], labels[place][supervised[place]]
-        loss, predicted = cross_entropy(hidden[scored], label, weights[place][scored], bundle)
-        correct[place][scored] = predicted == label
-        return loss
+        scored = supervised[place]
+        row, block, slot = scored.nonzero(as_tuple=True)
+        at = (row * scored.shape[1] + block, slot)
+        mine = tokens[place].flatten(0, 1)
+        before = batch.anchors[place][row, block] + slot + config.label_shift - 1
+        loss = loss_of(section, mine[at[0], slot + config.label_shift], teacher, row + place[0].start, before)
+        slots = Slots(hidden[scored], *at, mine, loss, weigh_by(section, fixed[place][scored], *at))
+        terms, values = variant.score(inner, bundle, slots, share)
+        for name, value in values.items():
+            whole = kept.setdefault(name, torch.zeros(supervised.shape, dtype=value.dtype, device=value.device))
+            whole[place][scored] = value.detach()
+        return terms
 
-    numerator: torch.Tensor = draft(batch, embed_blocks(block_ids(batch, config), bundle), score)
-    return ObjectiveSums(numerator, weights[supervised].sum(), correct, supervised)
-
-
-def block_ids(batch: DraftBatch, config: DraftConfig) -> torch.Tensor:
-    """What the slots are fed, int64 [R, N, B]: the anchor's token, then mask tokens."""
-    ids = batch.anchors.new_full((*batch.anchors.shape, config.block_size), config.mask_token_id)
-    # Padding blocks may point at a position without a token.
-    ids[..., 0] = batch.input_ids.gather(1, batch.anchors).clamp(min=0)
-    return ids
-
-
-def embed_blocks(ids: torch.Tensor, bundle: TargetBundle) -> torch.Tensor:
-    """[..., H], in the dtype of the target's embedding."""
-    embedded = F.embedding(ids, bundle.embedding)
-    return embedded if bundle.input_embedding_scale == 1.0 else embedded * bundle.input_embedding_scale
-
-
-def block_labels(batch: DraftBatch, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels int64 and whether a slot is supervised, bool, both [R, N, B]. Slot k ≥ 1 is to predict the token at anchor + k, if
-    that lies in the anchor's document and the loss mask is true there."""
-    slots = torch.arange(block_size, device=batch.anchors.device)
-    at = batch.anchors.unsqueeze(-1) + slots
-    inside = (slots >= 1) & (at < batch.document_end.unsqueeze(-1)) & batch.block_valid.unsqueeze(-1)
-    flat = at.clamp(max=batch.input_ids.shape[1] - 1).flatten(1)
-    labels = batch.input_ids.gather(1, flat).view(at.shape)
-    return labels, inside & batch.loss_mask.gather(1, flat).view(at.shape)
+    numerators: torch.Tensor = draft(batch, embed_blocks(block_ids(batch, config), bundle), score)
+    return ObjectiveSums(
+        numerators=numerators,
+        denominators=torch.stack([kept[weight].sum() for weight in variant.terms.values()]),
+        means=_means(kept, variant),
+        correct=kept["correct"],
+        supervised=supervised,
+        layout=layout_of(config, section),
+    )
 
 
-def slot_weights(section: ObjectiveSection, block_size: int, device: torch.device) -> torch.Tensor:
-    """fp32 [B]: exp(-(k - 1)/gamma) for slot k ≥ 1, or 1; what slot 0 gets is never used."""
-    slots = torch.arange(block_size, dtype=torch.float32, device=device)
-    return torch.exp(-(slots - 1) / section.gamma) if section.name == "decay" else torch.ones_like(slots)
-
-
-def cross_entropy(
-    hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, bundle: TargetBundle
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Σ weights·CE of the target's frozen head on `hidden` [M, H], fp32 [], and the argmax of every row, int64 [M].
-
-    Rows go through the head in chunks, and their gradient with respect to `hidden` is formed on the way, so that no more than
-    a chunk of logits ever exists and none is computed twice.
-    """
-    loss, predicted = _HeadLoss.apply(hidden, labels, weights, bundle)  # type: ignore[no-untyped-call]
-    return loss, predicted
-
-
-def head_logits(hidden: torch.Tensor, head: torch.Tensor, bundle: TargetBundle) -> torch.Tensor:
-    """The target's logits of `hidden` [M, H] (in the dtype of `head`), fp32 [M, V], scaled and capped as the target does."""
-    logits = times_transposed(hidden, head).float()
-    if bundle.output_multiplier != 1.0:
-        logits *= bundle.output_multiplier
-    if bundle.final_logit_softcapping is not None:
-        logits = logits.div_(bundle.final_logit_softcapping).tanh_().mul_(bundle.final_logit_softcapping)
-    return logits
-
-
-class _HeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, bundle: TargetBundle
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        head = bundle.head.to(dtype)
-        wants_grad = ctx.needs_input_grad[0]
-        grad = torch.empty_like(hidden) if wants_grad else None
-        losses, predicted = torch.empty_like(weights), torch.empty_like(labels)
-        size = max(1, CHUNK_LOGITS // head.shape[0])
-        with torch.autocast(kind, enabled=False):
-            for start in range(0, len(labels), size):
-                rows = slice(start, start + size)
-                logits = head_logits(hidden[rows].to(dtype), head, bundle)
-                label = labels[rows].unsqueeze(1)
-                at_label = logits.gather(1, label)
-                top, best = logits.max(dim=1, keepdim=True)
-                slope = _head_slope(logits, bundle) if wants_grad else None
-                probabilities = torch.softmax(logits, dim=1, out=logits)
-                # The likeliest row has p ≥ 1/V, so this logarithm is exact however unlikely the label is.
-                losses[rows] = (top - probabilities.gather(1, best).log() - at_label).squeeze(1)
-                predicted[rows] = best.squeeze(1)
-                if grad is not None:
-                    probabilities.scatter_add_(1, label, torch.full_like(at_label, -1.0))
-                    probabilities *= weights[rows].unsqueeze(1)
-                    if slope is not None:
-                        probabilities *= slope
-                    grad[rows] = times_transposed(probabilities.to(dtype), head.T).to(grad.dtype)
-        if grad is not None:
-            ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(predicted)
-        return torch.dot(losses, weights), predicted
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = ctx.saved_tensors
-        return grad * upstream, None, None, None
-
-
-def _head_slope(logits: torch.Tensor, bundle: TargetBundle) -> torch.Tensor | float | None:
-    """d logits / d (hidden @ head.T), elementwise, from the logits themselves; None where it is 1."""
-    cap, multiplier = bundle.final_logit_softcapping, bundle.output_multiplier
-    if cap is not None:
-        return (1 - (logits / cap).square()) * multiplier
-    return None if multiplier == 1.0 else multiplier
+def _means(kept: Mapping[str, torch.Tensor], variant: Variant) -> torch.Tensor:
+    """fp32 [E, 2], in the order of `Layout.means`: weighted sums and their weights; then accepted tokens, bonus included, and blocks."""
+    pairs = [((kept[value] * kept[weight]).sum(), kept[weight].sum()) for value, weight in variant.means.values()]
+    for correct in variant.accepted.values():
+        sums = BlockSums.of(kept[correct], kept["supervised"])
+        pairs.append((sums.accept_len_sum, sums.blocks))
+    return (
+        kept["supervised"].new_zeros(0, 2, dtype=torch.float32) if not pairs else torch.stack([torch.stack(pair).float() for pair in pairs])
+    )

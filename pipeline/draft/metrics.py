@@ -17,6 +17,18 @@ def accepted_prefix(correct: torch.Tensor, supervised: torch.Tensor) -> torch.Te
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """Which sums a draft and its objective have, by name. The loss is Σ factors[k] · Σ numerators / Σ denominators of terms[k]; `means`
+    are further figures, each one sum over another. `first_slot` is the first that predicts."""
+
+    block_size: int
+    first_slot: int = 1
+    terms: tuple[str, ...] = ("loss",)
+    factors: tuple[float, ...] = (1.0,)
+    means: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class BlockSums:
     """Sums over scored blocks, detached, to be added over batches and ranks before anything is divided.
 

@@ -1,7 +1,8 @@
-"""The DFlash draft: a few Qwen3-style layers that read the target's hidden states (DFLASH §2).
+"""The DFlash draft: a few layers, Qwen3's or Kimi K3's, that read the target's hidden states (DFLASH §2).
 
 Own modules rather than a library's layers, so that keys come from two streams without tricks, and so that parameter names, dtypes
-and what is computed are in view. Letters: R rows, S tokens, N blocks, B slots, C context rows, H hidden size, D head_dim.
+and what is computed are in view. Letters: R rows, S tokens, N blocks, B slots, C context rows, H hidden size, D and Dv
+channels of a head's keys and values.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,41 +12,23 @@ import torch
 from torch import nn
 
 from pipeline.draft.attend import attend
-from pipeline.draft.attention import plan_tiles
+from pipeline.draft.attention import Attend, plan_tiles
 from pipeline.draft.config import DraftConfig
-from pipeline.draft.fused import rms_norm, swiglu
+from pipeline.draft.fused import RMSNorm
 from pipeline.draft.groups import Place, places, sum_over
+from pipeline.draft.layer import DraftLayer
 from pipeline.draft.matmul import Linear
+from pipeline.draft.qwen3 import rotation
+from pipeline.draft.variants import VARIANTS
+from pipeline.errors import DraftError
 from pipeline.records import DraftBatch
 
 __all__ = ["Draft", "DraftConfig"]
 
-Rotation = tuple[torch.Tensor, torch.Tensor]
-# Given query [R, Hkv, Q, G, D] and the block's own key and value [R, Hkv, Q, D], attention over context and block.
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# By layer, keys and values of context rows, each [R, Hkv, C, D].
+# By layer, keys and values of context rows, [R, Hkv, C, D] and [R, Hkv, C, Dv].
 Context = list[tuple[torch.Tensor, torch.Tensor]]
-# Given hidden states [r, n, B, H] of some rows and blocks, and which those are, a sum over them, fp32 [].
+# Given hidden states [r, n, B, H] of some rows and blocks, and which those are, sums over them, fp32 [K].
 Score = Callable[[torch.Tensor, Place], torch.Tensor]
-
-
-def inverse_frequencies(config: DraftConfig, device: torch.device) -> torch.Tensor:
-    """RoPE's frequencies, fp32 [D/2]: theta^(-2i/D). Computed where used, so no cast of the draft can touch them."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    return 1.0 / config.rope_theta**exponents
-
-
-def rotation(config: DraftConfig, position_ids: torch.Tensor) -> Rotation:
-    """Cosine and sine for `position_ids` [R, P], fp32 [R, 1, P, D/2]: one angle a pair, for all heads."""
-    angles = position_ids.unsqueeze(-1).float() * inverse_frequencies(config, position_ids.device)
-    return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
-
-
-def rotate(x: torch.Tensor, by: Rotation) -> torch.Tensor:
-    """Rotary embedding in Qwen3's convention, which pairs channel i with channel i + D/2: x [..., D]."""
-    cos, sin = (part.to(x.dtype) for part in by)
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
 def block_positions(batch: DraftBatch, block_size: int) -> torch.Tensor:
@@ -54,90 +37,28 @@ def block_positions(batch: DraftBatch, block_size: int) -> torch.Tensor:
     return batch.position_ids.gather(1, batch.anchors).unsqueeze(-1) + slots
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x))."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        down: torch.Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-        return down
-
-
-class Attention(nn.Module):
-    """Projections, per-head norms and rotary embedding; who sees whom is the caller's `Attend`."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        size, bias = config.head_dim, config.attention_bias
-        self.kv_heads, self.head_dim = config.num_key_value_heads, size
-        self.q_proj = Linear(config.hidden_size, config.num_attention_heads * size, bias=bias)
-        self.k_proj = Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
-        self.v_proj = Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
-        self.o_proj = Linear(config.num_attention_heads * size, config.hidden_size, bias=bias)
-        self.q_norm = RMSNorm(size, config.rms_norm_eps)
-        self.k_norm = RMSNorm(size, config.rms_norm_eps)
-
-    def keys_values(self, x: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of context or block rows x [R, P, H] at the positions of `by`: two of [R, Hkv, P, D]."""
-        key, value = (proj(x).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2) for proj in (self.k_proj, self.v_proj))
-        return rotate(self.k_norm(key), by).to(value.dtype), value
-
-    def forward(self, x: torch.Tensor, by: Rotation, attend: Attend) -> torch.Tensor:
-        key, value = self.keys_values(x, by)
-        query = self.q_proj(x).unflatten(-1, (self.kv_heads, -1, self.head_dim)).transpose(1, 2)
-        cos, sin = by
-        query = rotate(self.q_norm(query), (cos.unsqueeze(3), sin.unsqueeze(3))).to(value.dtype)
-        mixed: torch.Tensor = self.o_proj(attend(query, key, value).transpose(1, 2).flatten(2))
-        return mixed
-
-
-class DraftLayer(nn.Module):
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, by: Rotation, attend: Attend) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), by, attend)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
 class Draft(nn.Module):
-    """Parameters are named as servers expect (DFLASH §7). New weights: normal of 0.02, norms 1, biases 0, from torch's generator."""
+    """Parameters are named as servers expect (DFLASH §7). New weights: normal of 0.02, norms 1, biases 0, from torch's generator;
+    those of a variant as its own file says."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.variant = config, VARIANTS[config.variant]
+        if faults := self.variant.faults(config):
+            raise DraftError(f"the draft's configuration cannot work: {'; '.join(faults)}")
         self.fc = Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.variant.layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        self.variant.extend(self, config)
 
     def context(self, features: torch.Tensor, position_ids: torch.Tensor) -> Context:
-        """Keys and values, by layer, of the tokens with `features` [R, C, L·H] at `position_ids` [R, C]: each [R, Hkv, C, D]."""
+        """Keys and values, by layer, of the tokens with `features` [R, C, L·H] at `position_ids` [R, C]."""
         if not torch.is_autocast_enabled(features.device.type):
             features = features.to(self.fc.weight.dtype)
         hidden = self.hidden_norm(self.fc(features))
@@ -156,10 +77,9 @@ class Draft(nn.Module):
     def forward(self, batch: DraftBatch, block_embeddings: torch.Tensor, score: Score | None = None) -> torch.Tensor:
         """Hidden states of all slots, [R, N, B, H], for `block_embeddings` [R, N, B, H].
 
-        With `score`, which makes a sum [] of the hidden states of some rows and blocks, the sum of it over all of them, group by
+        With `score`, which makes sums [K] of the hidden states of some rows and blocks, their sums [K] over all of them, group by
         group: the way to train, since hidden states and activations of the whole batch then never exist at once.
         """
-        config, (rows, count) = self.config, batch.anchors.shape
         seen = last_context_row(batch)
         context = self.context(batch.features[:, :seen], batch.position_ids[:, :seen])
         if score is None:
@@ -172,13 +92,13 @@ class Draft(nn.Module):
             return scorer(self._hidden(_part(batch, place), block_embeddings[place], pairs), place)
 
         flat = [tensor for pair in context for tensor in pair]
-        return sum_over(places(rows, count, config.block_size, batch.anchors.device), score_group, flat, list(self.parameters()))
+        return sum_over(places(batch.block_valid, self.config.block_size), score_group, flat, list(self.parameters()))
 
     def _hidden(self, batch: DraftBatch, block_embeddings: torch.Tensor, context: Context) -> torch.Tensor:
         """[R, N, B, H], given the context's keys and values."""
         config, (rows, count) = self.config, batch.anchors.shape
         windows = {config.window(layer) for layer in range(config.num_hidden_layers)}
-        plan = plan_tiles(batch, config.block_size, windows, config.num_attention_heads // config.num_key_value_heads)
+        plan = plan_tiles(batch, config.block_size, windows, config.num_attention_heads // config.num_key_value_heads, self.variant.causal)
         row = torch.arange(rows, device=plan.order.device).unsqueeze(1)
         at = block_positions(batch, config.block_size)[row, plan.order]
 
@@ -192,6 +112,13 @@ class Draft(nn.Module):
 
     def _layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+
+def new_in_variant(config: DraftConfig) -> set[str]:
+    """Names of the parameters that a draft has because of its variant: those a plain DFlash draft of the same geometry lacks."""
+    with torch.device("meta"):
+        ours, plain = (Draft(replace(config, variant=variant)) for variant in (config.variant, "dflash"))
+    return set(ours.state_dict()) - set(plain.state_dict())
 
 
 def last_context_row(batch: DraftBatch) -> int:

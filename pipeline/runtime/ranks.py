@@ -7,6 +7,7 @@ of the target together; rows work on different samples.
 import logging
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -44,13 +45,15 @@ class Ranks:
         return self.rank == 0
 
 
-def start_ranks(tp_size: int, devices: int | None, num_nodes: int) -> Ranks:
-    """Join the other processes (by accelerate) and check that they are as many as asked for; nothing is written before.
+def start_ranks(tp_size: int, devices: int | None, num_nodes: int, timeout_seconds: int | None = None) -> Ranks:
+    """Join the other processes (by accelerate) and check that they are as many as asked for; nothing is written before. A collective fails
+    after `timeout_seconds` of waiting for another rank (None: as torch has it).
 
     Raises `LaunchError` when accelerate's world size differs from WORLD_SIZE, from what the parent `accelerate launch` was
     asked for, or from `devices * num_nodes` where `devices` is given, and when `tp_size` does not divide it.
     """
-    state = PartialState(cpu=_on_cpu())
+    limit = {} if timeout_seconds is None else {"timeout": timedelta(seconds=timeout_seconds)}
+    state = PartialState(cpu=_on_cpu(), **limit)
     world_size, rank = int(state.num_processes), int(state.process_index)
     fault = _fault(world_size, tp_size, devices, num_nodes)
     if fault is not None:

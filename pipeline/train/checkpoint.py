@@ -28,8 +28,9 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import CheckpointError
 from pipeline.runtime.files import atomic_folder, file_digest, write_json
-from pipeline.train.learner import Learner, placed_like, whole_tensor
+from pipeline.train.learner import Learner
 from pipeline.train.order import Position
+from pipeline.train.parts import placed_like, whole
 
 FORMAT = 2
 NAME = re.compile(r"step_(\d{7,})")
@@ -213,9 +214,9 @@ def _copied(tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.
     """Copies on the CPU, put together from all ranks; empty unless `keep`, for a rank that only takes part."""
     copies = {}
     for name, tensor in tensors.items():
-        whole = whole_tensor(tensor.detach())
+        value = whole(tensor.detach())
         if keep:
-            copies[name] = whole.to("cpu", copy=True).contiguous()
+            copies[name] = value.to("cpu", copy=True).contiguous()
     return copies
 
 

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config.schema import ObjectiveSection
-from pipeline.draft.anchors import usable_anchors
+from pipeline.draft.anchors import draw_prefixes, usable_anchors
 from pipeline.draft.batch import BatchShape, collate
-from pipeline.draft.loss import ObjectiveSums, objective
-from pipeline.draft.metrics import accepted_prefix, walk_lengths
+from pipeline.draft.loss import ObjectiveSums, layout_of, objective
+from pipeline.draft.metrics import Layout, accepted_prefix, walk_lengths
 from pipeline.draft.model import Draft
 from pipeline.records import CapturedSample, DraftBatch, TargetBundle
 from pipeline.train.data import TrainingData
@@ -24,6 +24,8 @@ from pipeline.train.learner import Learner
 from pipeline.train.step import Sums, reduce_sums, sums_vector
 
 BLOCKS_AT_ONCE = 512
+SERVED = ObjectiveSection()
+"""An objective whose figures are what serving commits: blocks behind their anchor alone, against the text itself."""
 
 
 def validate(learner: Learner, draft: Draft, data: TrainingData, sets: Mapping[str, Sequence[int]], num_workers: int) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def validate(learner: Learner, draft: Draft, data: TrainingData, sets: Mapping[s
     loss, accept_len, accuracy and accuracy_by_slot are over usable anchors, walk_accept_len over the answers (DFLASH §4). Sets
     of which nothing can be scored give no metric. Every rank must call it; the data-parallel ranks share the samples.
     """
-    ranks, size = learner.ranks, len(Sums.zero(draft.config.block_size).values)
+    ranks, size = learner.ranks, len(Sums.zero(learner.layout).values)
     totals = torch.zeros(len(sets), size + 2, dtype=torch.float64, device=ranks.device)
     with torch.no_grad():
         for row, numbers in enumerate(sets.values()):
@@ -46,32 +48,40 @@ def validate(learner: Learner, draft: Draft, data: TrainingData, sets: Mapping[s
     rows = reduce_sums(totals, ranks).tolist()
     metrics: dict[str, Any] = {}
     for name, row in zip(sets, rows, strict=True):
-        metrics |= {f"val/{name}/{key}": value for key, value in _metrics(row, size).items()}
+        metrics |= {f"val/{name}/{key}": value for key, value in _metrics(row, learner.layout).items()}
     pooled = [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (size + 2)
-    return metrics | {f"val_{key}": value for key, value in _metrics(pooled, size).items()}
+    return metrics | {f"val_{key}": value for key, value in _metrics(pooled, learner.layout).items()}
 
 
 def score(draft: Draft, bundle: TargetBundle, section: ObjectiveSection, sample: CapturedSample) -> tuple[torch.Tensor, list[int]]:
     """`sums_vector` over all usable anchors of `sample`, and the lengths of the steps that a walk through its answers takes.
 
     The walk needs the accepted length at every token of an answer; near its end a block may be too long to be a usable
-    anchor, so those few are scored besides, without being counted in the sums.
+    anchor, so those few are scored besides, without being counted in the sums. It asks what serving would commit: where the
+    objective's own figures tell something else (behind visible prefixes, or against the teacher), all of them are.
     """
     tokens, config, device = sample.tokens, draft.config, draft.fc.weight.device
-    usable = usable_anchors(tokens.spans, tokens.num_tokens, config.block_size, section.anchor_fit)
-    answers = [np.arange(start, start + length - 1) for start, length in tokens.spans]
-    rest = np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *answers]), usable)
+    usable = usable_anchors(tokens.spans, tokens.num_tokens, config.block_size, section.anchor_fit, config.label_shift)
+    answers = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, start + length - 1) for start, length in tokens.spans)])
+    as_served = section.name not in ("variable_prefix", "distill")
+    rest = np.setdiff1d(answers, usable) if as_served else answers
     dtype = next(state.dtype for states in (sample.hidden, sample.quantised or {}) for state in states.values())
     shape = BatchShape(config.target_layer_ids, config.block_size, config.hidden_size, dtype)
     whole = collate([sample], [np.zeros(0, np.int64)], shape).to(device)
-    total = torch.zeros(len(Sums.zero(config.block_size).values), dtype=torch.float64, device=device)
+    total = torch.zeros(len(Sums.zero(layout_of(config, section)).values), dtype=torch.float64, device=device)
     accepted = np.zeros(tokens.num_tokens, dtype=np.int64)
-    for anchors, counted in ((usable, True), (rest, False)):
-        for chunk, batch in _blocks(whole, anchors):
-            sums = objective(draft, bundle, batch, section)
-            accepted[chunk] = _accepted_in_answer(sums, chunk, tokens.spans)
-            if counted:
-                total += sums_vector(sums, batch)
+    for chunk, batch in _blocks(whole, usable):
+        drawn = None
+        if section.name == "variable_prefix":
+            visible = draw_prefixes(0, 0, tokens.sample_id, chunk, config.block_size, section.prefix_base)
+            drawn = torch.from_numpy(visible)[None].to(device)
+        sums = objective(draft, bundle, replace(batch, prefix_lengths=drawn), section)
+        total += sums_vector(sums, batch)
+        if as_served:
+            accepted[chunk] = _accepted_in_answer(sums, chunk, tokens.spans, config.label_shift)
+    for chunk, batch in _blocks(whole, rest):
+        sums = objective(draft, bundle, batch, section if as_served else SERVED)
+        accepted[chunk] = _accepted_in_answer(sums, chunk, tokens.spans, config.label_shift)
     total[2:4] = torch.tensor((1, tokens.num_tokens))  # however many batches it took, it is one sample
     return total, [step for start, length in tokens.spans for step in walk_lengths(accepted[start : start + length], int(length))]
 
@@ -93,15 +103,15 @@ def _blocks(whole: DraftBatch, anchors: NDArray[np.int64]) -> Iterator[tuple[NDA
         )
 
 
-def _accepted_in_answer(sums: ObjectiveSums, anchors: NDArray[np.int64], spans: NDArray[np.int32]) -> NDArray[np.int64]:
+def _accepted_in_answer(sums: ObjectiveSums, anchors: NDArray[np.int64], spans: NDArray[np.int32], shift: int) -> NDArray[np.int64]:
     """Accepted length of each block, int64 [N], counting only slots in the answer that its anchor is in: an answer's steps end with it."""
     span = np.searchsorted(spans[:, 0], anchors, side="right") - 1
     room = torch.from_numpy(spans[span].sum(axis=1) - anchors).to(sums.supervised.device)
-    inside = torch.arange(sums.supervised.shape[-1], device=room.device) < room.unsqueeze(-1)
+    inside = torch.arange(sums.supervised.shape[-1], device=room.device) + shift < room.unsqueeze(-1)
     return accepted_prefix(sums.correct[0], sums.supervised[0] & inside).cpu().numpy()
 
 
-def _metrics(row: Sequence[float], size: int) -> dict[str, Any]:
-    tokens, steps = row[size:]
+def _metrics(row: Sequence[float], layout: Layout) -> dict[str, Any]:
+    *values, tokens, steps = row
     walk = {"walk_accept_len": tokens / steps} if steps else {}
-    return Sums(tuple(row[:size])).metrics() | walk
+    return Sums(tuple(values), layout).metrics() | walk

@@ -27,6 +27,9 @@ Source = Callable[[Sequence[int]], list[CapturedSample]]
 Draw = Callable[[TokenSample, int], NDArray[np.int64]]
 """Anchors of a sample, ascending, the nth time (from 0) that it is trained on. Without weights that is the epoch."""
 
+Prefixes = Callable[[TokenSample, int, NDArray[np.int64]], NDArray[np.int64]]
+"""How many slots of each anchor's block are visible, for an objective that draws that, the nth time too."""
+
 Ready = Callable[[int, Sequence[int]], None]
 """Called with the epoch and the samples of each global batch before any of them is read, by all ranks and in the caller's thread."""
 
@@ -41,9 +44,18 @@ class Feed:
     for (and by the caller's thread, which a live target needs). `waited_seconds` sums the time that the caller waited.
     """
 
-    def __init__(self, source: Source, draw: Draw, shape: BatchShape, num_workers: int, ready: Ready | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        draw: Draw,
+        shape: BatchShape,
+        num_workers: int,
+        ready: Ready | None = None,
+        prefixes: Prefixes | None = None,
+    ) -> None:
         self.waited_seconds = 0.0
-        self._source, self._draw, self._shape, self._num_workers, self._ready = source, draw, shape, num_workers, ready
+        self._source, self._draw, self._shape, self._num_workers = source, draw, shape, num_workers
+        self._ready, self._prefixes = ready, prefixes
 
     def micro_batches(self, order: Order, start: Position, division: Division, dp_rank: int) -> Iterator[DraftBatch]:
         """`num_micro_batches` batches for each optimizer step from `start` on, on the CPU unless the source's samples lie elsewhere."""
@@ -70,9 +82,14 @@ class Feed:
     def _make(self, batch: GlobalBatch, rows: Rows) -> DraftBatch:
         places = [place for row in rows for place in row]
         samples = self._source(batch.samples[places].tolist()) if places else []
-        anchors = [self._draw(sample.tokens, int(batch.cycles[place])) for sample, place in zip(samples, places, strict=True)]
+        cycles = [int(batch.cycles[place]) for place in places]
+        anchors = [self._draw(sample.tokens, cycle) for sample, cycle in zip(samples, cycles, strict=True)]
+        visible = None
+        if self._prefixes is not None:
+            drawn = zip(samples, cycles, anchors, strict=True)
+            visible = [self._prefixes(sample.tokens, cycle, at) for sample, cycle, at in drawn]
         counted = iter(range(len(places)))
-        return collate(samples, anchors, self._shape, [list(islice(counted, len(row))) for row in rows])
+        return collate(samples, anchors, self._shape, [list(islice(counted, len(row))) for row in rows], visible)
 
 
 def num_micro_batches(order: Order, position: Position, division: Division) -> int:

@@ -15,7 +15,7 @@ from pipeline.cache.manifest import Difference, check_identity
 from pipeline.cache.reader import Cache
 from pipeline.config.schema import Config, TargetSection
 from pipeline.corpus.chat import load_tokenizer
-from pipeline.corpus.prepare import open_prepared, prepare, tokenizer_fields
+from pipeline.corpus.prepare import LATER_RULES, open_prepared, prepare, tokenizer_fields
 from pipeline.corpus.prepared import PreparedCorpus
 from pipeline.errors import CorpusError, DraftError, TargetError
 from pipeline.target.folder import find_target, target_fields
@@ -32,7 +32,7 @@ def check_cache(config: Config, cache: Cache) -> None:
     """Raise `CacheMismatchError`, field by field, when `cache` is not of what `config` names. Every rank may call it; a corpus that is
     not tokenised here is tokenised by one of them, while the others wait for its lock."""
     manifest = cache.manifest
-    states, samples = _named_settings(config, manifest.states_identity)
+    states, samples = _named_settings(config, manifest.states_identity, manifest.samples_identity)
     if (target := find_target(config.model.target)) is not None:
         states |= _target_there(target, manifest.states_identity)
     elif config.model.target.path:
@@ -74,8 +74,8 @@ def check_target(section: TargetSection, draft: Path) -> None:
         )
 
 
-def _named_settings(config: Config, captured: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the configuration itself says of states and samples, as far as it says it."""
+def _named_settings(config: Config, captured: Mapping[str, Any], in_cache: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the configuration itself says of states and samples, as far as it says it; `captured` and `in_cache` are the cache's."""
     target, data = config.model.target, config.data
     states: dict[str, Any] = {}
     samples: dict[str, Any] = {}
@@ -88,6 +88,9 @@ def _named_settings(config: Config, captured: Mapping[str, Any]) -> tuple[dict[s
         states["max_tokens"] = data.max_tokens
     if "min_supervised_tokens" in data.model_fields_set:
         samples["min_supervised_tokens"] = data.min_supervised_tokens
+    for name, default in LATER_RULES.items():
+        if name in data.model_fields_set and (getattr(data, name) != default or name in in_cache):
+            samples[name] = getattr(data, name)
     if "fraction" in data.validation_ds.model_fields_set:
         samples["heldout_fraction"] = data.validation_ds.fraction
     if "datasets" in data.validation_ds.model_fields_set:
@@ -133,6 +136,7 @@ def _corpus(config: Config, cache: Cache) -> PreparedCorpus | None:
                 update={
                     "max_tokens": states["max_tokens"],
                     "min_supervised_tokens": samples["min_supervised_tokens"],
+                    **{name: samples.get(name, default) for name, default in LATER_RULES.items()},
                     "validation_ds": data.validation_ds.model_copy(update={"fraction": samples["heldout_fraction"]}),
                 }
             ),

@@ -9,6 +9,7 @@ a folder of torch DCP         its index is a pickle, of which only the classes t
 import json
 import logging
 import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
 from pipeline.draft.config import DraftConfig
-from pipeline.draft.model import Draft
+from pipeline.draft.model import Draft, new_in_variant
+from pipeline.draft.published import from_json
 from pipeline.errors import CheckpointError, DraftError
 from pipeline.runtime.files import file_digest
 from pipeline.train.checkpoint import AVERAGE, DRAFT, read_state, read_tensors
@@ -29,7 +31,7 @@ from pipeline.train.checkpoint import AVERAGE, DRAFT, read_state, read_tensors
 log = logging.getLogger(__name__)
 
 INDEX, SINGLE, DCP_INDEX = "model.safetensors.index.json", "model.safetensors", ".metadata"
-COMPUTED = ("rope_theta", "rms_norm_eps", "num_attention_heads", "target_layer_ids", "sliding_window", "layer_types")
+COMPUTED = ("rope_theta", "rms_norm_eps", "num_attention_heads", "target_layer_ids", "sliding_window", "layer_types", "variant", "latent")
 """Geometry that shapes do not show."""
 DCP_CLASSES = {
     "torch": {"Size"},
@@ -58,7 +60,8 @@ def load_initial(draft: Draft, place: str | None) -> dict[str, Any] | None:
     """Put the weights at `place` into `draft`, whatever dtype they have there; returns what to remember of it. None changes nothing.
 
     Names may have one prefix in common (`module.`, `model.`). What is of no parameter of the draft, such as a copy of the target's
-    embedding, is left out and said. Raises `CheckpointError` when nothing can be read, or tensors are missing or of another shape.
+    embedding, is left out and said; so is what the draft's variant has and plain DFlash has not, which stays as it was made: a plain
+    draft can be the start of any variant. Raises `CheckpointError` when nothing can be read, or tensors are missing or of another shape.
     """
     if place is None:
         return None
@@ -66,7 +69,11 @@ def load_initial(draft: Draft, place: str | None) -> dict[str, Any] | None:
     try:
         weights = _open(path)
         parameters = dict(draft.named_parameters())
-        prefix = _prefix(parameters, weights.shapes, path)
+        kept = new_in_variant(draft.config)
+        prefix = _prefix([name for name in parameters if name not in kept], weights.shapes, path)
+        if any(prefix + name in weights.shapes for name in kept):
+            kept = set()
+        parameters = {name: parameter for name, parameter in parameters.items() if name not in kept}
         _check_fit(parameters, weights, prefix, path)
         found = weights.read([prefix + name for name in parameters])
     except (OSError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
@@ -76,6 +83,8 @@ def load_initial(draft: Draft, place: str | None) -> dict[str, Any] | None:
             parameter.copy_(found[prefix + name])
     left_out = sorted(set(weights.shapes) - {prefix + name for name in parameters})
     log.info("weights of %s (%s): %d tensors, %d left out", path, weights.kind, len(parameters), len(left_out))
+    if kept:
+        log.info("not in it, and left as they were made: %s", ", ".join(sorted(kept)))
     if left_out:
         log.info("left out: %s", ", ".join(left_out[:20]) + (" …" if len(left_out) > 20 else ""))
     _compare_config(draft.config, path)
@@ -161,14 +170,16 @@ def _dcp(path: Path) -> Weights:
 
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
         tensors = {name: torch.empty(described[name].size, dtype=described[name].properties.dtype) for name in names}
-        load_dcp(tensors, storage_reader=_DcpReader(path), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that one process reads it is meant
+            load_dcp(tensors, storage_reader=_DcpReader(path), no_dist=True)
         return tensors
 
     shapes = {name: list(item.size) for name, item in described.items()}
     return Weights("torch DCP folder", shapes, read, {DCP_INDEX: file_digest(path / DCP_INDEX)})
 
 
-def _prefix(parameters: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]], path: Path) -> str:
+def _prefix(parameters: Sequence[str], shapes: Mapping[str, Sequence[int]], path: Path) -> str:
     """What stands before the draft's names in the file: the prefix under which most of them are."""
     counted: dict[str, int] = {}
     for name in shapes:
@@ -217,7 +228,7 @@ def _compare_config(draft: DraftConfig, path: Path) -> None:
     if not file.is_file():
         return
     try:
-        there, here = asdict(DraftConfig.from_json(json.loads(file.read_text()))), asdict(draft)
+        there, here = asdict(from_json(json.loads(file.read_text()))), asdict(draft)
     except (DraftError, ValueError, TypeError, AttributeError) as error:
         log.warning("%s is not compared with this draft: %s", file, error)
         return

@@ -20,17 +20,23 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import parse_flag_from_env
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.schema import Config, ObjectiveSection
 from pipeline.config.training import TrainerSection
+from pipeline.draft.attention import Attend
+from pipeline.draft.loss import layout_of
+from pipeline.draft.metrics import Layout
 from pipeline.draft.model import Draft
+from pipeline.draft.qwen3 import Rotation
 from pipeline.errors import ConfigError, LaunchError
 from pipeline.records import TargetBundle
 from pipeline.runtime.ranks import Ranks
 from pipeline.train.optim import build_optimizers, step_weight
+from pipeline.train.parts import own_part, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +54,18 @@ class Learner:
     ranks: Ranks
 
     @property
+    def layout(self) -> Layout:
+        """Which sums a step has."""
+        return layout_of(self.draft.config, self.objective)
+
+    @property
     def is_divided(self) -> bool:
         """Whether every rank holds a part of the weights only."""
         return isinstance(self.draft.fc.weight, DTensor)
 
     def gradients(self) -> list[torch.Tensor]:
         """This rank's part of every gradient."""
-        return [_own(p.grad) for p in self.draft.parameters() if p.grad is not None]
+        return [own_part(p.grad) for p in self.draft.parameters() if p.grad is not None]
 
     def without_sync(self) -> AbstractContextManager[None]:
         """For the micro-batches of a step but its last: gradients then cross ranks once. A divided draft adds up its parts each time,
@@ -64,8 +75,8 @@ class Learner:
     def update_average(self, decay: float, step: int) -> None:
         """Take the weights after step `step` (0-based) into the running average."""
         if self.average is not None:
-            weights = [_own(p.detach()) for p in self.draft.parameters()]
-            torch._foreach_lerp_([_own(value) for value in self.average.values()], weights, step_weight(decay, step))
+            weights = [own_part(p.detach()) for p in self.draft.parameters()]
+            torch._foreach_lerp_([own_part(value) for value in self.average.values()], weights, step_weight(decay, step))
 
     def evaluated(self) -> Draft:
         """The draft that is validated and exported: with the running average where there is one, and whole on this rank.
@@ -76,9 +87,9 @@ class Learner:
             return self.draft
         weights = self.average or dict(self.draft.named_parameters())
         with torch.device("meta"):
-            whole = Draft(self.draft.config)
-        whole.load_state_dict({name: whole_tensor(value.detach()) for name, value in weights.items()}, assign=True)
-        return whole.requires_grad_(False)
+            copy = Draft(self.draft.config)
+        copy.load_state_dict({name: whole(value.detach()) for name, value in weights.items()}, assign=True)
+        return copy.requires_grad_(False)
 
 
 def build_learner(config: Config, draft: Draft, bundle: TargetBundle, accelerator: Accelerator, ranks: Ranks) -> Learner:
@@ -88,7 +99,8 @@ def build_learner(config: Config, draft: Draft, bundle: TargetBundle, accelerato
     draft = draft.to(ranks.device)
     _wrap_layers(draft, trainer)
     if divided_launch() and ranks.world_size > 1:
-        fully_shard(draft, reshard_after_forward=False)
+        # Over all ranks, as copies would be: those of one tensor-parallel group, which train on the same samples, included.
+        fully_shard(draft, mesh=init_device_mesh(ranks.device.type, (ranks.world_size,)), reshard_after_forward=False)
         model: nn.Module = draft
     else:
         model = accelerator.prepare_model(draft)
@@ -132,23 +144,6 @@ def divided_launch() -> bool:
     return True
 
 
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter, or its state, put together from all ranks, which must all call it; itself where it is whole."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The whole `value` on the device of `like`, divided over the ranks as that is."""
-    value = value.to(like.device)
-    if isinstance(like, DTensor) and value.shape == like.shape:
-        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-    return value
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def total_norm(gradients: list[torch.Tensor], learner: Learner) -> torch.Tensor:
     """Norm of the whole gradient, fp32 [], the same on every rank."""
     norm = nn.utils.get_total_norm(gradients)
@@ -178,8 +173,24 @@ def _wrap_layers(draft: Draft, trainer: TrainerSection) -> None:
     for layer in draft.layers:
         call: Any = layer.forward
         if trainer.compile:
-            call = torch.compile(call, dynamic=True)
+            call = partial(_around_attention, torch.compile(call, dynamic=True))
         if trainer.gradient_checkpointing:
             call = partial(checkpoint, call, use_reentrant=False)
         if trainer.compile or trainer.gradient_checkpointing:
             layer.forward = call
+
+
+class _AsItIs:
+    """Attention between compiled parts: its tiles differ from batch to batch, and would have the layer compiled anew for each."""
+
+    def __init__(self, attend: Attend) -> None:
+        self.attend = attend
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self.attend(query, key, value)
+
+
+def _around_attention(compiled: Any, x: torch.Tensor, by: Rotation, attend: Attend) -> torch.Tensor:
+    out: torch.Tensor = compiled(x, by, _AsItIs(attend))
+    return out

@@ -11,17 +11,18 @@ from types import FrameType
 import torch.distributed as dist
 
 from pipeline.config.schema import Config
-from pipeline.errors import PeerFailedError, TrainingError
+from pipeline.errors import ConfigError, PeerFailedError, TrainingError
 from pipeline.records import DraftBatch
 from pipeline.runtime.files import FolderLock
 from pipeline.runtime.logs import Progress
 from pipeline.runtime.ranks import Ranks
 from pipeline.train.checkpoint import TrainState
-from pipeline.train.data import division_of, open_data, training_order, validation_sets
+from pipeline.train.data import TrainingData, division_of, training_order, validation_sets
 from pipeline.train.decoding import ShortDecoding
 from pipeline.train.evaluate import validate
-from pipeline.train.feed import Feed, num_micro_batches
+from pipeline.train.feed import Feed, bound_by_reading, num_micro_batches
 from pipeline.train.learner import check_compiler, divided_launch
+from pipeline.train.modes import open_data
 from pipeline.train.optim import learning_rate
 from pipeline.train.run import Training, finish, start_training
 from pipeline.train.step import Step, Sums, train_step
@@ -42,8 +43,7 @@ def train(config: Config, ranks: Ranks) -> bool:
     divided_launch()
     folder = Path(config.log_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with FolderLock(folder) if ranks.is_main else nullcontext(), _peers(ranks, folder):
-        data = open_data(config, ranks)
+    with FolderLock(folder) if ranks.is_main else nullcontext(), _peers(ranks, folder), open_data(config, ranks) as data:
         training = start_training(config, ranks, data, training_order(data, config), folder)
         with training.saver, training.watch:
             if steps_to_the_end(training):
@@ -55,8 +55,9 @@ def train(config: Config, ranks: Ranks) -> bool:
 def steps_to_the_end(training: Training) -> bool:
     """Optimizer steps until the training has finished, or until SIGTERM: then False, with a checkpoint on its way to the disk."""
     config, data, ranks, order = training.config, training.data, training.ranks, training.order
-    decoding = ShortDecoding.load(config, ranks, data) if config.trainer.val_decode_prompts else None
-    feed = Feed(data.source, training.draw(), training.shape, config.data.num_workers if data.any_thread else 0)
+    decoding = ShortDecoding.load(config, ranks, _to_validate_on(training)) if config.trainer.val_decode_prompts else None
+    num_workers = config.data.num_workers if data.any_thread else 0
+    feed = Feed(data.source, training.draw(), training.shape, num_workers, data.ready, training.prefixes())
     division = division_of(config, order, ranks.dp_size)
     batches = feed.micro_batches(order, training.state.position, division, ranks.dp_rank)
     if _validation_due(training) and not training.state.metrics:  # SIGTERM came at this step, and there was no time
@@ -85,7 +86,8 @@ def advance(training: Training, batches: Iterator[DraftBatch], count: int, clock
     trainer, state, num_steps = training.config.trainer, training.state, training.num_steps
     rate = learning_rate(training.config.model.optim, state.step, num_steps)
     # A checkpoint that could not be written is told to all ranks where they save, so they go there.
-    step = train_step(training.learner, batches, count, rate, trainer.gradient_clip_val, stop or training.saver.failed)
+    asked = stop or training.saver.failed
+    step = train_step(training.learner, batches, count, rate, trainer.gradient_clip_val, asked, state.step / num_steps)
     if trainer.ema_decay is not None:
         training.learner.update_average(trainer.ema_decay, state.step)
     training.state = replace(
@@ -94,7 +96,7 @@ def advance(training: Training, batches: Iterator[DraftBatch], count: int, clock
         position=training.order.after(state.position),
         samples_seen=state.samples_seen + step.sums.samples,
         tokens_seen=state.tokens_seen + step.sums.tokens,
-        window=(Sums(state.window) + step.sums).values,
+        window=(Sums(state.window, step.sums.layout) + step.sums).values,
         metrics={},
     )
     if training.state.step % trainer.log_every_n_steps == 0 or training.state.step == num_steps:
@@ -105,7 +107,7 @@ def advance(training: Training, batches: Iterator[DraftBatch], count: int, clock
 def _log(training: Training, step: Step, rate: float, clock: Clock) -> None:
     """Record the sums since the last line, and begin new ones."""
     state = training.state
-    window = Sums(state.window)
+    window = Sums(state.window, training.learner.layout)
     seconds, waited = clock.read()
     if training.ranks.is_main:
         metrics = {
@@ -120,7 +122,10 @@ def _log(training: Training, step: Step, rate: float, clock: Clock) -> None:
         }
         training.watch.record(state.step, metrics)
         training.watch.train_line(state.step, metrics)
-    training.state = replace(state, window=Sums.zero(training.shape.block_size).values)
+        advice = bound_by_reading(waited / seconds, training.config.data.num_workers)
+        if advice and training.data.any_thread and clock.reads > 1:  # the first steps wait for the first batch, and for much besides
+            log.warning(advice)
+    training.state = replace(state, window=Sums.zero(training.learner.layout).values)
 
 
 def _save_every(training: Training) -> int:
@@ -133,13 +138,19 @@ def _validation_due(training: Training) -> bool:
     return step > 0 and (step % every == 0 or step == training.num_steps)
 
 
+def _to_validate_on(training: Training) -> TrainingData:
+    return training.data.for_validation(training.state.position.epoch)
+
+
 def _validate(training: Training, decoding: ShortDecoding | None) -> None:
     """Validate the draft as it would be exported now, and judge by it whether to go on."""
     sets = validation_sets(training.data)
+    if not sets and training.config.exp_manager.early_stopping.patience is not None:
+        raise ConfigError("exp_manager.early_stopping.patience is set, and there is no validation set to judge by; set data.validation_ds.")
     if not sets:
         return
     draft = training.learner.evaluated()
-    metrics = validate(training.learner, draft, training.data, sets, training.config.data.num_workers)
+    metrics = validate(training.learner, draft, _to_validate_on(training), sets, training.config.data.num_workers)
     if decoding is not None:
         metrics |= decoding.measure(draft)
     state = training.state
@@ -163,7 +174,7 @@ def _judged(training: Training, state: TrainState) -> TrainState:
             f"exp_manager.early_stopping.monitor is {early.monitor}, which this run's validation does not give; it gives "
             f"{', '.join(sorted(state.metrics)) or 'nothing'}."
         )
-    sign = 1.0 if early.mode == "max" else -1.0
+    sign = 1.0 if early.better == "max" else -1.0
     if state.best is None or sign * (value - state.best) > early.min_delta:
         return replace(state, best=value, stale=0)
     return replace(state, stale=state.stale + 1)

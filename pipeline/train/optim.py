@@ -7,13 +7,19 @@ exists, so nothing of it can be stepped once a rank, or be forgotten in a checkp
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from pipeline.config.schema import ModelSection
 from pipeline.config.training import OptimSection, TrainerSection
 from pipeline.errors import ConfigError
+from pipeline.train.parts import placed_like, whole
+
+LIKE_ADAMW = "match_rms_adamw"
+"""Muon's update gets the size that AdamW's has, so that one learning rate and one decay serve both."""
 
 
 def total_steps(section: TrainerSection, steps: Callable[[int], int]) -> int:
@@ -64,11 +70,28 @@ def build_optimizers(draft: nn.Module, section: OptimSection) -> tuple[torch.opt
     optimizers: list[torch.optim.Optimizer] = []
     if by_muon:
         decay, momentum = section.weight_decay, section.momentum
-        # The update gets the size that AdamW's has, so one learning rate and one decay serve both.
-        optimizers.append(torch.optim.Muon(by_muon, section.lr, decay, momentum, adjust_lr_fn="match_rms_adamw"))
+        kind = GatheredMuon if any(isinstance(p, DTensor) for p in by_muon) else torch.optim.Muon
+        optimizers.append(kind(by_muon, section.lr, decay, momentum, adjust_lr_fn=LIKE_ADAMW))
     if groups:
         optimizers.append(torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True))
     return tuple(optimizers)
+
+
+class GatheredMuon(torch.optim.Muon):
+    """Muon of a draft that is divided over the ranks. A matrix is put together for its orthogonalisation, one at a time and on every rank,
+    since the products of its parts would cross ranks many times; the momentum stays divided."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+                buffer.lerp_(p.grad, 1 - group["momentum"])
+                alone = nn.Parameter(whole(p.detach()))
+                alone.grad = whole(p.grad.lerp(buffer, group["momentum"]))
+                once = torch.optim.Muon([alone], group["lr"], group["weight_decay"], 0.0, nesterov=False, adjust_lr_fn=LIKE_ADAMW)
+                once.step()  # type: ignore[no-untyped-call]
+                p.copy_(placed_like(alone.detach(), p))
 
 
 def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:

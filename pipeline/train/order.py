@@ -91,7 +91,6 @@ class Order:
             "global_batch_tokens": self.batch_tokens,
             "length_buckets": self.length_buckets if self.length_buckets > 1 else None,
             "mixture": self.mixture and [list(pair) for pair in zip(self.mixture.weights, self.mixture.counts(), strict=True)],
-            "windows": None if self.windows is None else int(self.windows.max()) + 1,
         }
         return {name: value for name, value in asked.items() if value is not None}
 

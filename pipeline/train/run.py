@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from pipeline.config.load import to_yaml
 from pipeline.config.schema import Config
-from pipeline.draft.anchors import draw_anchors, usable_anchors
+from pipeline.draft.anchors import draw_anchors, draw_prefixes, usable_anchors
 from pipeline.draft.batch import BatchShape
 from pipeline.draft.export import export_draft
 from pipeline.draft.model import Draft, DraftConfig
@@ -36,7 +36,7 @@ from pipeline.runtime.provenance import provenance
 from pipeline.runtime.ranks import Ranks
 from pipeline.train.checkpoint import TrainState, best_first, checkpoints, load_checkpoint, remove_leftovers, take_snapshot
 from pipeline.train.data import TrainingData
-from pipeline.train.feed import Draw
+from pipeline.train.feed import Draw, Prefixes
 from pipeline.train.identity import TRAINED_ON
 from pipeline.train.initial import load_initial
 from pipeline.train.learner import Learner, build_learner, start_accelerator
@@ -86,13 +86,20 @@ class Training:
 
     def draw(self) -> Draw:
         """Anchors of a training sample, the nth time that it is drawn."""
-        objective, block_size, seed = self.config.model.objective, self.shape.block_size, self.config.trainer.seed
+        objective, draft, seed = self.config.model.objective, self.learner.draft.config, self.config.trainer.seed
 
         def draw(tokens: TokenSample, cycle: int) -> Any:
-            usable = usable_anchors(tokens.spans, tokens.num_tokens, block_size, objective.anchor_fit)
+            usable = usable_anchors(tokens.spans, tokens.num_tokens, draft.block_size, objective.anchor_fit, draft.label_shift)
             return draw_anchors(seed, cycle, tokens.sample_id, usable, objective.num_anchors)
 
         return draw
+
+    def prefixes(self) -> Prefixes | None:
+        """Visible prefixes of their blocks, where the objective draws them."""
+        objective, block_size, seed = self.config.model.objective, self.shape.block_size, self.config.trainer.seed
+        if objective.name != "variable_prefix":
+            return None
+        return lambda tokens, cycle, anchors: draw_prefixes(seed, cycle, tokens.sample_id, anchors, block_size, objective.prefix_base)
 
 
 def newest_checkpoint(config: Config, ranks: Ranks, folder: Path) -> Path | None:
@@ -143,7 +150,7 @@ def start_training(config: Config, ranks: Ranks, data: TrainingData, order: Orde
         **order.settings,
     }
     learner = build_learner(config, draft, data.bundle, start_accelerator(config.trainer.precision), ranks)
-    state = TrainState(window=Sums.zero(geometry.block_size).values)
+    state = TrainState(window=Sums.zero(learner.layout).values)
     if newest is not None:
         state = load_checkpoint(newest, learner, fingerprint)
         log.info("going on from %s: %d steps done, %d samples seen", newest, state.step, state.samples_seen)
@@ -191,7 +198,7 @@ def finish(training: Training) -> None:
     write_json(folder / TRAINED_ON, dict(training.data.states_identity))
     plot_training(read_metrics(training.folder), training.folder / "training.png", config.name)
     keep, early = config.exp_manager.checkpoint_callback_params, config.exp_manager.early_stopping
-    best = best_first(training.saver.folder, keep.monitor, keep.mode)
+    best = best_first(training.saver.folder, keep.monitor, keep.better)
     if training.stopped_early:
         log.info(
             "stopped early: %s was not better than %.4f in the last %d validation(s), so training ended at step %d of %d",

@@ -66,4 +66,4 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> None:
         write_snapshot(self.folder, snapshot)
-        prune(self.folder, self._keep.monitor, self._keep.mode, self._keep.save_top_k)
+        prune(self.folder, self._keep.monitor, self._keep.better, self._keep.save_top_k)

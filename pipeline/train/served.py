@@ -2,6 +2,7 @@
 
 Both decode greedily, so both must write the same tokens: in float32 exactly; in bfloat16 a verified block rounds otherwise
 than single tokens do, and where two tokens are nearly equal the answers can part. Such prompts are counted and named.
+At a temperature, answers are drawn as well: those have no tokens to agree on, and are asked only how much of each block was kept.
 """
 
 import json
@@ -22,6 +23,7 @@ from pipeline.corpus.chat import load_tokenizer, prompt_ids, read_template
 from pipeline.corpus.rows import Message
 from pipeline.corpus.sources import read_rows
 from pipeline.corpus.turns import Template
+from pipeline.decode.sampling import Request, sampler_for, speculative_sample
 from pipeline.decode.speculative import check_rewindable, greedy_decode, speculative_decode
 from pipeline.draft.export import load_draft
 from pipeline.draft.model import Draft
@@ -54,7 +56,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One prompt, decoded both ways. `step_lengths`: tokens committed by each step; `walk_lengths`: what the walk of DFLASH §4 predicts."""
+    """One prompt, decoded both ways. `step_lengths`: tokens committed by each step; `walk_lengths`: what the walk of DFLASH §4 predicts;
+    `sampled_lengths`: as the first, of an answer drawn at a temperature, if one was."""
 
     name: str
     prompt_tokens: int
@@ -64,6 +67,7 @@ class Served:
     walk_lengths: list[int]
     plain_seconds: float
     served_seconds: float
+    sampled_lengths: list[int]
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Pair:
     bundle: TargetBundle
     stop_ids: tuple[int, ...]
     max_new_tokens: int
+    sampling: EvaluateSection
 
     def serve(self, prompt: Prompt) -> Served:
         begin = time.perf_counter()
@@ -83,7 +88,17 @@ class Pair:
         served = speculative_decode(self.target.model, self.draft, self.bundle, prompt.ids, self.max_new_tokens, self.stop_ids)
         end = time.perf_counter()
         walk = self.walk(prompt, served.ids)
-        return Served(prompt.name, len(prompt.ids), plain.ids, served.ids, served.step_lengths, walk, middle - begin, end - middle)
+        seconds, sampled = (middle - begin, end - middle), self.sample(prompt)
+        return Served(prompt.name, len(prompt.ids), plain.ids, served.ids, served.step_lengths, walk, *seconds, sampled)
+
+    def sample(self, prompt: Prompt) -> list[int]:
+        """Step lengths of an answer that is drawn; none at temperature 0."""
+        how = self.sampling
+        if how.temperature == 0:
+            return []
+        sampler = sampler_for(how.temperature, how.top_p, how.seed, prompt.name, self.target.device)
+        request = Request(prompt.ids, self.max_new_tokens, self.stop_ids)
+        return speculative_sample(self.target.model, self.draft, self.bundle, request, sampler)[0].step_lengths
 
     def walk(self, prompt: Prompt, answer: Sequence[int]) -> list[int]:
         """Step lengths for `answer` without decoding it: one forward of the target, all blocks of the draft at once."""
@@ -118,6 +133,8 @@ def evaluate(config: Config, ranks: Ranks) -> dict[str, Any]:
     names = {prompt.name: place for place, prompt in enumerate(prompts)}
     found = sorted((one for rank in everyone for one in rank), key=lambda one: names[one.name])
     result = summarise(found, config.model.target.dtype) | {"prompts_left_out": left_out}
+    if section.temperature:
+        result["sampling"] = {"temperature": section.temperature, "top_p": section.top_p, "seed": section.seed}
     if ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / EVALUATION, result)
@@ -143,6 +160,7 @@ def load_pair(config: Config, ranks: Ranks) -> Pair:
         bundle=bundle_of(target).to(target.device, target.dtype),
         stop_ids=stop_tokens(target.model, load_tokenizer(section)),
         max_new_tokens=config.evaluate.max_new_tokens,
+        sampling=config.evaluate,
     )
 
 
@@ -165,7 +183,7 @@ def read_prompts(section: EvaluateSection, template: Template) -> tuple[list[Pro
         elif (question := _up_to_last_user(row.messages)) is None:
             left_out["no user turn"] += 1
         else:
-            prompts.append(Prompt(f"{row.source}/{row.row}", prompt_ids(template, question).tolist()))
+            prompts.append(Prompt(f"{row.source}/{row.row}", prompt_ids(template, question, row.tools).tolist()))
     if not prompts:
         raise CorpusError(
             f"evaluate.input_cfg holds no prompt: {dict(left_out) or 'its files are empty'}. Expected chats with a user turn."
@@ -182,6 +200,7 @@ def summarise(served: Sequence[Served], dtype: str) -> dict[str, Any]:
     """Figures over all prompts, from sums. Rates count new tokens over the time of whole decodings, prefill included."""
     steps = [length for one in served for length in one.step_lengths]
     walk = [length for one in served for length in one.walk_lengths]
+    sampled = [length for one in served for length in one.sampled_lengths]
     different = [one.name for one in served if one.plain_ids != one.served_ids]
     plain_tokens, served_tokens = sum(len(one.plain_ids) for one in served), sum(len(one.served_ids) for one in served)
     plain_rate = plain_tokens / sum(one.plain_seconds for one in served)
@@ -192,6 +211,7 @@ def summarise(served: Sequence[Served], dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "served_acceptance_length": sum(steps) / len(steps) if steps else None,
         "walk_accept_len": sum(walk) / len(walk) if walk else None,
+        "sampled_acceptance_length": sum(sampled) / len(sampled) if sampled else None,
         "prompts_whose_walk_equals_serving": sum(one.walk_lengths == one.step_lengths for one in served),
         "step_length_histogram": {str(length): count for length, count in sorted(Counter(steps).items())},
         "lossless": not different,
@@ -210,14 +230,24 @@ def _described(one: Served) -> dict[str, Any]:
         "new_tokens": len(one.served_ids),
         "step_lengths": one.step_lengths,
         "walk_lengths": one.walk_lengths,
+        "sampled_lengths": one.sampled_lengths,
         "first_different_token": parts,
     }
 
 
 def _shown(result: dict[str, Any]) -> str:
     """The table and the plain sentence about losslessness."""
-    names = ("served_acceptance_length", "walk_accept_len", "tokens_per_second_plain", "tokens_per_second_served", "speedup")
+    names = (
+        "served_acceptance_length",
+        "walk_accept_len",
+        "sampled_acceptance_length",
+        "tokens_per_second_plain",
+        "tokens_per_second_served",
+        "speedup",
+    )
     rows = [[name.replace("_", " "), result[name]] for name in names if result[name] is not None]
+    if how := result.get("sampling"):
+        rows = [[f"{name} (temperature {how['temperature']}, top-p {how['top_p']})" if "sampled" in name else name, v] for name, v in rows]
     different, count = len(result["prompts_that_differ"]), result["num_prompts"]
     if not different:
         verdict = f"lossless: all {count} answers are the target's own, token by token ({result['dtype']})"

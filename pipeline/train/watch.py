@@ -105,9 +105,10 @@ class Watch:
 
 
 class Clock:
-    """Wall time, and time spent waiting for data, since it was last read; what runs inside `paused` does not count."""
+    """Wall time, and time spent waiting for data, since it was last read; what runs inside `paused` does not count. `reads` counts."""
 
     def __init__(self, feed: Feed) -> None:
+        self.reads = 0
         self._feed = feed
         self._seconds = self._waited = 0.0
         self._begin()
@@ -117,6 +118,7 @@ class Clock:
         self._end()
         read = self._seconds, self._waited
         self._seconds = self._waited = 0.0
+        self.reads += 1
         self._begin()
         return read
 

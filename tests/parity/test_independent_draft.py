@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.draft.export import export_draft
-from pipeline.draft.model import inverse_frequencies
+from pipeline.draft.qwen3 import inverse_frequencies
 from pipeline.draft.serving import Serving
 from tests.support.drafts import FULL, SLIDING, lively_draft, small_config
 

@@ -1,13 +1,17 @@
 """One seed trained from the cache and online: the same run."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.capture.run import capture
+from pipeline.config.load import to_yaml
+from pipeline.errors import DraftError
 from pipeline.runtime.ranks import start_ranks
 from pipeline.train.loop import train
+from tests.support.launch import run_ranks
 from tests.support.tiny import write_chats
 from tests.support.training import config, repeatable
 
@@ -56,3 +60,38 @@ def test_a_smaller_max_tokens_trains_on_prefixes(tmp_path: Path, tiny_target: Pa
     for one, other in zip(*lines, strict=True):
         assert one["tokens_seen"] == other["tokens_seen"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_on_two_ranks_and_with_a_divided_target(tmp_path: Path, tiny_target: Path, chats: Path) -> None:
+    """Online on dp 2, and on tp 2, packed: step by step the losses of one rank that reads a cache, where rows hold one sample."""
+    changes = {"trainer__max_steps": 8, "trainer__val_check_interval": 4, "capture__batch_tokens": 400}
+    offline = config(tmp_path, tiny_target, chats, **changes)
+    capture(offline, start_ranks(1, None, 1))
+    assert train(offline, start_ranks(1, None, 1))
+    for name, tp_size in (("dp", 1), ("tp", 2)):
+        log_dir = str(tmp_path / name / "run")
+        online = config(tmp_path, tiny_target, chats, data__mode="online", exp_manager__explicit_log_dir=log_dir, **changes)
+        (tmp_path / f"{name}.yaml").write_text(to_yaml(online))
+        settings = (f"model.target.tp_size={tp_size}", "data.train_ds.packing=true", "data.train_ds.micro_batch_tokens=192")
+        run_ranks("stages/train_draft.py", str(tmp_path / f"{name}.yaml"), *settings, num_ranks=2, timeout=200)
+        for one, other in zip(repeatable(tmp_path / "run"), repeatable(Path(log_dir)), strict=True):
+            assert one.keys() == other.keys()
+            for key in one.keys() & {"loss", "val_loss", "samples_seen", "tokens_seen", "lr", "epoch"}:
+                assert one[key] == pytest.approx(other[key], rel=1e-5), (name, one["step"], key)
+
+
+@pytest.mark.slow
+def test_a_corpus_that_cannot_be_prepared_ends_every_rank(tmp_path: Path, tiny_target: Path, chats: Path) -> None:
+    missing = config(tmp_path, tiny_target, tmp_path / "nowhere.jsonl", data__mode="online")
+    (tmp_path / "run.yaml").write_text(to_yaml(missing))
+    done = run_ranks("stages/train_draft.py", str(tmp_path / "run.yaml"), num_ranks=2, timeout=100, check=False)
+    assert done.codes == (2, 2)
+    assert all("nowhere.jsonl: no such file" in text for text in done.outputs)
+
+
+def test_the_mask_token_is_looked_at_before_the_target_is_loaded(tmp_path: Path, tiny_target: Path, chats: Path) -> None:
+    shutil.copytree(tiny_target, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors"))
+    wrong = config(tmp_path, tmp_path / "target", chats, data__mode="online", model__draft__mask_token_id=1)
+    with pytest.raises(DraftError, match="mask_token_id 1 occurs in the corpus"):
+        train(wrong, start_ranks(1, None, 1))

@@ -63,7 +63,8 @@ def test_ranks_without_samples_take_part_and_a_bad_sample_stops_all() -> None:
     for seen, weights, message in results:
         assert seen == expected[0]
         assert (weights - expected[1]).norm() / expected[1].norm() < 1e-4
-        assert "not finite; samples with a loss that is not finite: sample-0." in message
+        assert "1 of the step's 2 samples were in micro-batches with a loss that is not finite, on rank " in message
+        assert ": sample-0. The weights" in message
     assert torch.equal(results[0][1], results[1][1])
 
 

@@ -6,12 +6,14 @@ import random
 import subprocess
 import sys
 import time
+from ast import literal_eval
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from pipeline.corpus.prepared import PreparedCorpus
 from tests.support.launch import REPOSITORY, kill_group, run, start
 from tests.support.tiny import chats, write_chats, write_jsonl
 
@@ -130,3 +132,53 @@ def test_a_small_corpus_needs_no_torch_where_it_is_tokenised(tiny_target: Path, 
     code = "import sys; import pipeline.corpus.parts; sys.exit('torch' in sys.modules)"
     finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=60, check=False)
     assert finished.returncode == 0
+
+
+def test_preview_shows_what_is_supervised(tiny_target: Path, tmp_path: Path) -> None:
+    path = write_jsonl(
+        tmp_path / "chats.jsonl",
+        [
+            {"messages": [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "one two \x1b[31m"}]},
+            {"messages": []},
+            {"messages": [{"role": "user", "content": "q2"}, {"role": "assistant", "content": "three four"}]},
+        ],
+    )
+    arguments = ["preview", *command(tmp_path, tiny_target, path, "p", 1)[1:]]
+    text = run("stages/corpus.py", *arguments).text
+    assert "── chats.jsonl row 0, " in text
+    assert "<|im_start|>assistant\n⟦one two \\x1b[31m<|im_end|>⟧\n" in text
+    assert "── chats.jsonl row 1: left out, empty conversation" in text
+    assert "⟦three four<|im_end|>⟧" in text
+    assert not list(tmp_path.glob("p/*")), "a look writes nothing"
+    one = run("stages/corpus.py", *arguments, "--row", "chats.jsonl:2", "--tokens").text
+    assert "row 0" not in one
+    marked = [line.split("*", 1)[1].strip() for line in one.splitlines() if " * " in line]
+    assert "".join(literal_eval(piece) for piece in marked) == "three four<|im_end|>"
+    finished = run("stages/corpus.py", *arguments, "--row", "7", check=False)
+    assert finished.codes == (2,)
+    assert "has 3 rows, counted from 0; there is no row 7" in finished.text
+
+
+def test_stats_count_what_training_can_use(tiny_target: Path, tmp_path: Path) -> None:
+    path = write_chats(tmp_path / "x.jsonl", 60)
+    arguments = command(tmp_path, tiny_target, path, "p", 1)
+    text = run("stages/corpus.py", "stats", *arguments[1:], "model.draft.block_size=8").text
+    (folder,) = tmp_path.glob("p/*")
+    assert (folder / "stats-8.png").read_bytes().startswith(b"\x89PNG")
+    corpus = PreparedCorpus.open(folder)
+    samples = [corpus.sample(i) for i in range(len(corpus))]
+    # Every supervised token that has a supervised one among the next seven, and eight tokens from itself on, or two.
+    counts = {
+        last: [
+            sum(bool(m[i] and m[i + 1 : i + 8].any()) for i in range(max(0, len(m) - last + 1)))
+            for m in (sample.loss_mask for sample in samples)
+        ]
+        for last in (8, 2)
+    }
+    row = next(line.split() for line in text.splitlines() if line.startswith("all "))
+    none = [f"{sum(n == 0 for n in counts[last]) / 60:.1%}" for last in (8, 2)]
+    mean = [f"{round(sum(counts[last]) / 60, 1):.3f}" for last in (8, 2)]
+    assert row[1:3] == ["60", str(corpus.num_tokens.sum())]
+    assert row[5] == str(corpus.num_tokens.max())
+    assert row[6] == f"{sum(s.num_supervised for s in samples) / corpus.num_tokens.sum():.1%}"
+    assert row[7:] == [mean[0], none[0], mean[1], none[1]]

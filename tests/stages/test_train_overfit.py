@@ -55,6 +55,7 @@ def _run(folder: Path, target: Path, steps: int) -> tuple[dict[str, Any], dict[s
         model__objective={"num_anchors": 64, "gamma": 8.0, "anchor_fit": "partial"},
         trainer__max_steps=steps,
         trainer__log_every_n_steps=50,
+        trainer__val_decode_prompts=1,
         evaluate={"input_cfg": [{"path": str(chats)}], "max_new_tokens": 64},
     )
     ranks = start_ranks(1, None, 1)
@@ -80,4 +81,5 @@ def test_the_walk_predicts_every_step_of_a_middling_draft(tmp_path: Path, target
     assert result["lossless"]
     assert len(set(lengths[:-1])) > 2
     assert result["prompts_whose_walk_equals_serving"] == 1
+    assert measured["val_served_accept_len"] == result["served_acceptance_length"]
     assert result["walk_accept_len"] == result["served_acceptance_length"] == pytest.approx(measured["val_walk_accept_len"], rel=1e-6)

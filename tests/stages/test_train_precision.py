@@ -1,3 +1,5 @@
+"""bfloat16 is what is computed in, float32 what is kept."""
+
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,19 @@ def test_bf16_mixed_computes_in_bfloat16_and_keeps_float32(tmp_path: Path, tiny_
     exported = load_file(run / "export" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert all(torch.equal(exported[name], weights[name].bfloat16()) for name in weights)
+
+
+@pytest.mark.slow
+def test_norms_leave_1_in_200_steps(tmp_path: Path, tiny_target: Path) -> None:
+    """Next to 1 bfloat16 has steps of 2^-8 and 2^-7, which an update of 6e-4 never makes: masters in bfloat16 would stay."""
+    chats = write_chats(tmp_path / "chats.jsonl", 12, seed=3)
+    changes = {"trainer__precision": "bf16-mixed", "trainer__max_steps": 200, "data__mode": "online", "model__optim__lr": 6e-4}
+    assert train(config(tmp_path, tiny_target, chats, model__target__dtype="bfloat16", **changes), start_ranks(1, None, 1))
+    saved = checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    for name, tensor in load_file(saved / "draft.safetensors").items():
+        if "norm" in name:
+            assert float((tensor - 1).abs().max()) > 2**-7, name
+    assert {tensor.dtype for tensor in load_file(saved / "optimizer.safetensors").values()} == {torch.float32}
+    for name, tensor in load_file(tmp_path / "run/export/model.safetensors").items():
+        if "norm" in name:
+            assert not torch.equal(tensor, torch.ones_like(tensor)), name

@@ -166,6 +166,9 @@ def test_fewer_steps_than_are_done_are_pointed_out(whole: Path, tiny_target: Pat
         ({"model__draft__target_layer_ids": [2, 4]}, r"draft.target_layer_ids: \[1, 5\] in the checkpoint, \[2, 4\] in this run"),
         ({"model__objective__gamma": 3.0}, "objective.gamma: 2.0 in the checkpoint, 3.0 in this run"),
         ({"trainer__seed": 1}, "seed: 0 in the checkpoint, 1 in this run"),
+        ({"model__optim__name": "muon"}, "optimizer: adamw in the checkpoint, muon in this run"),
+        ({"trainer__ema_decay": 0.9}, "ema_decay: None in the checkpoint, 0.9 in this run"),
+        ({"model__freeze_params": ["^fc"]}, r"frozen: \[\] in the checkpoint, \['fc.weight'\] in this run"),
         ({"data__max_tokens": 80}, "data.corpus: "),
     ],
 )

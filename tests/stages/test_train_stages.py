@@ -47,7 +47,7 @@ def test_train_stop_go_on_and_evaluate(tmp_path: Path, tiny_target: Path) -> Non
         data__mode="online",
         trainer__max_steps=60,
         exp_manager__create_tensorboard_logger=True,
-        evaluate={"input_cfg": [{"path": str(chats)}], "max_prompts": 3, "max_new_tokens": 12},
+        evaluate={"input_cfg": [{"path": str(chats)}], "max_prompts": 3, "max_new_tokens": 12, "temperature": 0.9, "top_p": 0.95},
     )
     file, folder = tmp_path / "config.yaml", tmp_path / "run"
     file.write_text(to_yaml(wanted))
@@ -82,4 +82,6 @@ def test_train_stop_go_on_and_evaluate(tmp_path: Path, tiny_target: Path) -> Non
     result = json.loads((folder / "evaluation.json").read_text())
     assert result["lossless"] is True
     assert result["num_prompts"] == 3
+    assert result["sampling"] == {"temperature": 0.9, "top_p": 0.95, "seed": 0}
+    assert 1 <= result["sampled_acceptance_length"] <= 4
     assert (folder / "served.png").exists()

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from pipeline.draft.config import DraftConfig
+from pipeline.draft.kimi_config import LatentShape
 from pipeline.draft.model import Draft
 from pipeline.records import DraftBatch
 
@@ -29,6 +30,13 @@ def small_config(**changes: object) -> DraftConfig:
         "layer_types": (FULL, FULL),
     }
     return DraftConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def kimi_config(**changes: object) -> DraftConfig:
+    """The same with Kimi K3's backbone: keys of 6 channels, values of 5; `shape` changes its sizes."""
+    shape: dict[str, object] = {"kv_lora_rank": 7, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5, "q_lora_rank": 6}
+    latent = LatentShape(**{**shape, **changes.pop("shape", {})})  # type: ignore[arg-type, dict-item]
+    return small_config(**{"num_key_value_heads": 2, "latent": latent, **changes})
 
 
 def lively_draft(config: DraftConfig, seed: int = 0) -> Draft:
@@ -116,11 +124,11 @@ def _slow_block(
         for slot in range(config.block_size):
             keys = [(context[j], int(batch.position_ids[row, j])) for j in seen if window is None or anchor + slot - j < window]
             keys += [(normed[other], base + other) for other in range(config.block_size)]
-            x[slot] = x[slot] + _slow_attention(config, own, normed[slot], base + slot, keys)
+            attention = _slow_attention if config.latent is None else _slow_latent_attention
+            x[slot] = x[slot] + attention(config, own, normed[slot], base + slot, keys)
         for slot in range(config.block_size):
             y = _norm(x[slot], own["post_attention_layernorm.weight"], config.rms_norm_eps)
-            gate, up = own["mlp.gate_proj.weight"] @ y, own["mlp.up_proj.weight"] @ y
-            x[slot] = x[slot] + own["mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
+            x[slot] = x[slot] + _slow_mlp(config, own, y)
     return torch.stack([_norm(x[slot], weights["norm.weight"], config.rms_norm_eps) for slot in range(config.block_size)])
 
 
@@ -141,7 +149,51 @@ def _slow_attention(
             key = _norm(project("k_proj", x, head // group), own["self_attn.k_norm.weight"], config.rms_norm_eps)
             scores.append(float(query @ _turn(key, position, config.rope_theta)) / math.sqrt(size))
             values.append(project("v_proj", x, head // group))
-        shares = [math.exp(score - max(scores)) for score in scores]
-        heads.append(sum(share / sum(shares) * value for share, value in zip(shares, values, strict=True)))
-    mixed: torch.Tensor = own["self_attn.o_proj.weight"] @ torch.cat([torch.as_tensor(head) for head in heads])
+        heads.append(_mixed(scores, values))
+    mixed: torch.Tensor = own["self_attn.o_proj.weight"] @ torch.cat(heads)
     return mixed + own.get("self_attn.o_proj.bias", torch.zeros(1, dtype=torch.float64))
+
+
+def _mixed(scores: list[float], values: list[torch.Tensor]) -> torch.Tensor:
+    shares = [math.exp(score - max(scores)) for score in scores]
+    return torch.stack([share / sum(shares) * value for share, value in zip(shares, values, strict=True)]).sum(0)
+
+
+def _slow_latent_attention(
+    config: DraftConfig, own: dict[str, torch.Tensor], query_of: torch.Tensor, at: int, keys: list[tuple[torch.Tensor, int]]
+) -> torch.Tensor:
+    """Kimi K3's by DFLASH §6; positions play no part. The latents' norms have an epsilon of their own."""
+    shape, weight = config.latent, {name.removeprefix("self_attn.").removesuffix(".weight"): tensor for name, tensor in own.items()}
+    assert shape is not None
+    size = shape.qk_nope_head_dim + shape.qk_rope_head_dim
+    if shape.q_lora_rank is None:
+        queries = weight["q_proj"] @ query_of
+    else:
+        queries = weight["q_b_proj"] @ _norm(weight["q_a_proj"] @ query_of, weight["q_a_layernorm"], 1e-6)
+    heads = []
+    for head in range(config.num_attention_heads):
+        scores, values = [], []
+        for x, _ in keys:
+            down = weight["kv_a_proj_with_mqa"] @ x
+            up = weight["kv_b_proj"] @ _norm(down[: shape.kv_lora_rank], weight["kv_a_layernorm"], 1e-6)
+            first = head * (shape.qk_nope_head_dim + shape.v_head_dim)
+            key = torch.cat((up[first : first + shape.qk_nope_head_dim], down[shape.kv_lora_rank :]))
+            scores.append(float(queries[head * size : (head + 1) * size] @ key) / math.sqrt(size))
+            values.append(up[first + shape.qk_nope_head_dim : first + shape.qk_nope_head_dim + shape.v_head_dim])
+        heads.append(_mixed(scores, values))
+    attended = torch.cat(heads)
+    if shape.mla_use_output_gate:
+        attended = attended / (1 + torch.exp(-weight["g_proj"] @ query_of))
+    mixed: torch.Tensor = weight["o_proj"] @ attended
+    return mixed
+
+
+def _slow_mlp(config: DraftConfig, own: dict[str, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+    gate, up = own["mlp.gate_proj.weight"] @ y, own["mlp.up_proj.weight"] @ y
+    linear = gate
+    if config.latent is not None:
+        beta, bound = config.latent.activation_situ_beta, config.latent.activation_situ_linear_beta
+        linear = beta * torch.tanh(gate / beta)
+        up = up if bound is None else bound * torch.tanh(up / bound)
+    down: torch.Tensor = own["mlp.down_proj.weight"] @ (linear / (1 + torch.exp(-gate)) * up)
+    return down

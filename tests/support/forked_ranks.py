@@ -1,8 +1,9 @@
-"""Ranks of a capture that start in a moment, so that a test can kill many: forked from one process that has the heavy imports already.
+"""Ranks of a stage that start in a moment, so that a test can kill many: forked from one process that has the heavy imports already.
 
 Run as a script it is that process: it reads a line of JSON for each launch, forks its ranks, and answers with their process ids.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -42,11 +43,11 @@ class ForkedRanks:
             assert pipe is not None
             pipe.close()
 
-    def start(self, num_ranks: int, *arguments: str) -> list[int]:
-        """Process ids of the ranks of `stages/capture.py ARGUMENTS`."""
+    def start(self, num_ranks: int, *arguments: str, stage: str = "capture") -> list[int]:
+        """Process ids of the ranks of `stages/STAGE.py ARGUMENTS`."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        launch = {"ranks": num_ranks, "port": free_port(), "arguments": arguments, "log": str(self._log)}
+        launch = {"stage": stage, "ranks": num_ranks, "port": free_port(), "arguments": arguments, "log": str(self._log)}
         self._server.stdin.write(json.dumps(launch) + "\n")
         self._server.stdin.flush()
         return list(json.loads(self._server.stdout.readline()))
@@ -80,7 +81,9 @@ def kill(pids: list[int]) -> None:
 def _serve() -> None:
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    import pipeline.capture.run  # noqa: F401
+    import pipeline.capture.run
+    import pipeline.regenerate.local
+    import pipeline.regenerate.server  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     for line in sys.stdin:
@@ -105,11 +108,11 @@ def _rank(launch: dict[str, object], rank: int) -> None:
             ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch["ranks"], "MASTER_PORT": launch["port"]}
             os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in ranks.items()}})
         from pipeline.runtime.stage import run_stage
-        from stages.capture import main
 
-        arguments = launch["arguments"]
+        stage, arguments = launch["stage"], launch["arguments"]
         assert isinstance(arguments, list)
-        code = run_stage("capture", main, arguments)
+        assert stage in ("capture", "regenerate")
+        code = run_stage(stage, importlib.import_module(f"stages.{stage}").main, arguments)
     finally:
         sys.stderr.flush()
         os._exit(code)

@@ -1,6 +1,7 @@
 """Captured samples of random states and the frozen parts of a random target, for tests of training that need no model."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ def bundle(seed: int = 0) -> TargetBundle:
 
 
 def captured(n: int, seed: int = 0, shortest: int = 12, longest: int = 60) -> list[CapturedSample]:
-    """`n` samples of very unequal length; each has one or two supervised spans, of unequal length too."""
+    """`n` samples of very unequal length, with final states; each has one or two supervised spans, of unequal length too."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     samples = []
@@ -69,7 +70,8 @@ def sample(row: int, length: int, mask: NDArray[np.bool_], generator: torch.Gene
         spans=spans_of(mask),
     )
     hidden = {layer: torch.randn(length, HIDDEN, generator=generator) for layer in LAYERS}
-    return CapturedSample(tokens.check(), hidden).check()
+    final = torch.randn(length, HIDDEN, generator=torch.Generator().manual_seed(row))
+    return CapturedSample(tokens.check(), hidden, final).check()
 
 
 def learner(
@@ -79,16 +81,21 @@ def learner(
     *,
     optimizer: Literal["adamw", "muon"] = "adamw",
     ema_decay: float | None = None,
+    draft: Mapping[str, Any] | None = None,
+    objective: Mapping[str, Any] | None = None,
 ) -> Learner:
-    """A new draft of two layers and blocks of 4 for `bundle()`, the same on every rank."""
+    """A new draft of two layers and blocks of 4 for `bundle()`, the same on every rank; `draft` and `objective` change their sections."""
     frozen = bundle()
-    section = DraftSection(num_hidden_layers=2, block_size=4, mask_token_id=MASK_TOKEN_ID)
+    section = DraftSection.model_validate({"num_hidden_layers": 2, "block_size": 4, "mask_token_id": MASK_TOKEN_ID, **(draft or {})})
     torch.manual_seed(0)
-    draft = Draft(DraftConfig.build(section, frozen, LAYERS, {}))
+    made = Draft(DraftConfig.build(section, frozen, LAYERS, {}))
     config = Config.model_validate(
         {
-            "model": {"objective": {"gamma": 2.0, "anchor_fit": fit}, "optim": {"name": optimizer, "weight_decay": 0.1}},
+            "model": {
+                "objective": {"gamma": 2.0, "anchor_fit": fit, **(objective or {})},
+                "optim": {"name": optimizer, "weight_decay": 0.1},
+            },
             "trainer": {"precision": precision, "ema_decay": ema_decay},
         }
     )
-    return build_learner(config, draft, frozen, start_accelerator(precision), ranks)
+    return build_learner(config, made, frozen, start_accelerator(precision), ranks)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -143,6 +144,16 @@ def write_target(folder: Path, *, shape: TinyShape = TinyShape(), seed: int = 0,
     """Write model (safetensors) and tokenizer as a folder that `from_pretrained` loads; returns `folder`."""
     build_model(shape, seed).save_pretrained(folder)
     build_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+def write_answering_target(folder: Path, *, template: str = CHATML) -> Path:
+    """The same with a head that gives the end token more often, so that some of its answers end before a limit, and that never thinks."""
+    write_target(folder, template=template)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][2] *= 8
+    weights["lm_head.weight"][TOKENIZER_LENGTH - len(THINK) :] = 0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -220,11 +220,33 @@ def test_parts_of_a_capture(tmp_path: Path) -> None:
         ("model.optim.betas=[0.9,1.5]", "less than 1; found 1.5"),
         ("trainer.seed=99999999999999999999", "less than 9223372036854775808"),
         ("exp_manager.checkpoint_callback_params.monitor=val_acceptlen", "accept_len.*found 'val_acceptlen'"),
+        ("data.train_ds={global_batch_size: 4, global_batch_tokens: 9}", "data.train_ds: .* are both set"),
+        ("data.train_ds={pack_tokens: 9}", "data.train_ds: pack_tokens is set, and packing is false"),
+        ("data.train_ds={packing: true, pack_tokens: 9, micro_batch_tokens: 8}", "data.train_ds: a row of pack_tokens"),
+        ("data.train_ds.input_cfg.1.weight=0.5", r"data.train_ds: input_cfg\.0 has no weight, and others have"),
+        (
+            "data.validation_ds.datasets={code: {input_cfg: [{path: c.jsonl, weight: 1}]}}",
+            "code.input_cfg: weight is for entries of train_ds",
+        ),
+        ("evaluate.input_cfg=[{path: c.jsonl, weight: 1}]", "evaluate.input_cfg: weight is for entries of train_ds"),
     ],
 )
 def test_values_that_would_fail_later_or_be_ignored(tmp_path: Path, override: str, fault: str) -> None:
     (line,) = faults(write(tmp_path, CAPTURE), [override])
     assert re.search(fault, line)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (["data.train_ds.micro_batch_tokens=9", "trainer.accumulate_grad_batches=2"], "micro_batch_tokens and trainer.accumulate"),
+        (["data.mode=hybrid", "data.cache=other"], "data.cache is not capture.path"),
+        (["data.mode=hybrid", "capture.parts=1/2"], "capture.parts is set"),
+    ],
+)
+def test_fields_of_two_sections_that_exclude_each_other(tmp_path: Path, overrides: list[str], fault: str) -> None:
+    (line,) = faults(write(tmp_path, CAPTURE), overrides)
+    assert fault in line
 
 
 def test_monitored_metrics_and_folders_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,3 +258,12 @@ def test_monitored_metrics_and_folders_in_the_home(tmp_path: Path, monkeypatch: 
         assert config.exp_manager.checkpoint_callback_params.monitor == metric
     assert config.log_dir == f"{tmp_path}/run"
     assert config.cache_path == f"{tmp_path}/cache"
+
+
+def test_the_worst_is_not_taken_for_the_best(tmp_path: Path) -> None:
+    text = "exp_manager: {early_stopping: {monitor: val_loss, mode: max}, checkpoint_callback_params: {mode: min}}"
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config("corpus", str(tmp_path / "c.yaml"), [])
+    assert "early_stopping: mode max would take the worst val_loss for the best; set mode to min" in str(error.value)
+    assert "checkpoint_callback_params: mode min would take the worst val_accept_len for the best" in str(error.value)

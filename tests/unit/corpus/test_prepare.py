@@ -69,9 +69,14 @@ def test_samples_are_the_chats_in_order(tiny_target: Path, tiny_tokenizer: Any, 
         "rows": 50,
         "kept": 50,
         "dropped": {},
+        "samples": 50,
+        "left_out": {},
         "truncated": 0,
         "last_turn_only": 0,
+        "after_prompt": 0,
         "answers_cut_short": 0,
+        "duplicates": 0,
+        "also_in_validation": 0,
         "tokens": sum(s.num_tokens for s in samples),
         "supervised": sum(s.num_supervised for s in samples),
         "by_split": {"train": {"samples": 50, "tokens": int(corpus.num_tokens.sum()), "supervised": corpus.counts["supervised"]}},
@@ -316,7 +321,7 @@ def test_damage_to_a_complete_corpus_is_an_error_that_names_the_file(tiny_target
     elif damage == "another version":
         (folder / "prepared.json").write_text(json.dumps({**description, "format_version": 0}))
     else:
-        (folder / "prepared.json").write_text(json.dumps({**description, "counts": {**description["counts"], "kept": 21}}))
+        (folder / "prepared.json").write_text(json.dumps({**description, "counts": {**description["counts"], "samples": 21}}))
     with pytest.raises(CorpusError, match=str(folder)):
         prepare(config)
 

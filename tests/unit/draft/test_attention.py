@@ -51,17 +51,23 @@ def test_visible_key_by_key(shape: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("backend", [attend, backends._portable])
 @settings(max_examples=25, deadline=None)
-@given(shape=shapes, heads=st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]), tile_queries=st.sampled_from([1, 12, 256]))
+@given(
+    shape=shapes,
+    heads=st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]),
+    tile_queries=st.sampled_from([1, 12, 256]),
+    value_size=st.sampled_from([5, 8, 11]),
+)
 def test_tiles_agree_with_the_dense_mask(
-    backend: Callable[..., torch.Tensor], shape: dict[str, int], heads: tuple[int, int], tile_queries: int
+    backend: Callable[..., torch.Tensor], shape: dict[str, int], heads: tuple[int, int], tile_queries: int, value_size: int
 ) -> None:
     batch, size, window = batch_of(shape), shape["block_size"], shape["window"]
     (kv_heads, group), head_dim, (rows, blocks) = heads, 8, batch.anchors.shape
     generator = torch.Generator().manual_seed(shape["seed"])
     query = torch.randn(rows, kv_heads, blocks * size, group, head_dim, generator=generator, requires_grad=True)
-    own = [torch.randn(rows, kv_heads, blocks * size, head_dim, generator=generator, requires_grad=True) for _ in range(2)]
-    context = [torch.randn(rows, kv_heads, batch.input_ids.shape[1], head_dim, generator=generator, requires_grad=True) for _ in range(2)]
-    weight = torch.randn(query.shape, generator=generator)
+    sizes, tokens = (head_dim, value_size), batch.input_ids.shape[1]
+    own = [torch.randn(rows, kv_heads, blocks * size, channels, generator=generator, requires_grad=True) for channels in sizes]
+    context = [torch.randn(rows, kv_heads, tokens, channels, generator=generator, requires_grad=True) for channels in sizes]
+    weight = torch.randn(*query.shape[:-1], value_size, generator=generator)
 
     keys, values = (torch.cat((rows_of, slots), dim=2) for rows_of, slots in zip(context, own, strict=True))
     mask = visible(batch, size, window).unsqueeze(2)
@@ -110,3 +116,25 @@ def test_long_contexts_cross_the_kernels_passes() -> None:
         torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-4)
         rounded = attend(half[0], half[1], half[2], (half[3], half[4]), plan.tiles[window])
         torch.testing.assert_close(rounded.float(), dense, rtol=0.05, atol=0.03)
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes, st.sampled_from([4, 256]))
+def test_tiles_read_no_keys_of_other_documents(shape: dict[str, int], tile_queries: int) -> None:
+    """A packed row costs what its documents cost alone: a tile has blocks of one document, and reads from its start to its last anchor."""
+    batch, size, window = batch_of({**shape, "packed": True}), shape["block_size"], shape["window"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "TILE_QUERIES", tile_queries)
+        plan = plan_tiles(batch, size, {window}, 1)
+    row = torch.arange(len(batch.anchors)).unsqueeze(1)
+    anchors, starts, valid = (field[row, plan.order] for field in (batch.anchors, batch.document_start, batch.block_valid))
+    for tile in plan.tiles[window]:
+        blocks = slice(tile.slots[0] // size, tile.slots[1] // size)
+        if not valid[tile.row, blocks].any():
+            assert tile.shared == tile.rest == (0, 0)
+            continue
+        assert len(set(starts[tile.row, blocks].tolist())) == 1
+        start, last = int(starts[tile.row, blocks][0]), int(anchors[tile.row, blocks].max())
+        read = [key for first, end in (tile.shared, tile.rest) for key in range(first, end)]
+        assert len(read) == len(set(read))
+        assert set(read) <= set(range(start, last))

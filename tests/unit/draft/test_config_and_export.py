@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from pipeline.config.schema import DraftSection
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.export import export_draft, load_draft
-from pipeline.draft.model import inverse_frequencies
+from pipeline.draft.published import from_json, to_json
+from pipeline.draft.qwen3 import inverse_frequencies
 from pipeline.errors import DraftError
 from pipeline.records import TargetBundle
-from tests.support.drafts import FULL, SLIDING, lively_draft, small_config
+from tests.support.drafts import FULL, SLIDING, kimi_config, lively_draft, small_config
 from tests.support.samples import MASK_TOKEN_ID, VOCAB, bundle
 
 SPECIAL = {"eos": 2, "pad": 2, "bos": None}
@@ -51,12 +52,12 @@ def test_targets_without_head_dim_or_with_other_rope() -> None:
 
 def test_scales_of_the_target_are_the_drafts() -> None:
     scaled = build(replace(bundle(), input_embedding_scale=5.5, output_multiplier=0.5, final_logit_softcapping=30.0))
-    exported = scaled.to_json()["dflash_config"]
+    exported = to_json(scaled)["dflash_config"]
     assert (exported["input_embedding_scale"], exported["output_multiplier"], exported["final_logit_softcapping"]) == (5.5, 0.5, 30.0)
-    assert DraftConfig.from_json(scaled.to_json()) == scaled
-    assert set(build().to_json()["dflash_config"]) == {"target_layer_ids", "mask_token_id", "block_size"}
+    assert from_json(to_json(scaled)) == scaled
+    assert set(to_json(build())["dflash_config"]) == {"target_layer_ids", "mask_token_id", "block_size"}
     # Of a published draft: at the top level as well, and a soft cap of 0 is none.
-    elsewhere = DraftConfig.from_json({**build().to_json(), "input_embedding_scale": 5.5, "final_logit_softcapping": 0.0})
+    elsewhere = from_json({**to_json(build()), "input_embedding_scale": 5.5, "final_logit_softcapping": 0.0})
     assert (elsewhere.input_embedding_scale, elsewhere.output_multiplier, elsewhere.final_logit_softcapping) == (5.5, 1.0, None)
 
 
@@ -90,6 +91,8 @@ CONFIGS = {
     "biased": small_config(attention_bias=True, rms_norm_eps=1e-5, rope_theta=1e6),
     "windowed": small_config(layer_types=(SLIDING, FULL), sliding_window=9),
     "scaled": small_config(input_embedding_scale=2.5, final_logit_softcapping=30.0),
+    "kimi": kimi_config(rms_norm_eps=1e-5),
+    "kimi, bare": kimi_config(shape={"q_lora_rank": None, "mla_use_output_gate": False, "activation_situ_linear_beta": None}),
 }
 
 
@@ -141,7 +144,7 @@ def test_transformers_reads_the_same_geometry_and_frequencies(tmp_path: Path) ->
 
 
 def published(**changes: Any) -> dict[str, Any]:
-    values = {**small_config(rope_theta=500.0).to_json(), **changes}
+    values = {**to_json(small_config(rope_theta=500.0)), **changes}
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -153,7 +156,7 @@ def test_published_configs() -> None:
     in_dflash = {**published(block_size=None), "dflash_config": {"block_size": 3, "target_layer_ids": [1, 3], "mask_token_id": 29}}
     top_block = {**published(), "dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": 29}}
     for values in (only_nested, only_top, scaled_null, in_dflash, top_block):
-        assert DraftConfig.from_json(values) == small_config(rope_theta=500.0)
+        assert from_json(values) == small_config(rope_theta=500.0)
 
 
 @pytest.mark.parametrize(
@@ -163,17 +166,17 @@ def test_published_configs() -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
-        ({"is_causal": True}, "causal"),
+        ({"is_causal": True, "architectures": ["DFlash2DraftModel"]}, "keys of dflash2 and of jetspec"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_target_layers": None}, "lacks num_target_layers"),
         ({"dflash_config": {"target_layer_ids": [1]}}, "lacks mask_token_id"),
-        ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 29, "projector_type": "domino"}}, "another variant"),
+        ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 29, "projector_type": "mlp"}}, "projector_type 'mlp'"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
     ],
 )
 def test_configs_that_would_be_computed_otherwise(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DraftError, match=message):
-        DraftConfig.from_json(published(**changes))
+        from_json(published(**changes))
 
 
 def damage(folder: Path, how: str) -> None:

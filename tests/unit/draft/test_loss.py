@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config.schema import ObjectiveSection
-from pipeline.draft import attention, groups, loss
-from pipeline.draft.loss import block_ids, block_labels, cross_entropy, embed_blocks, objective
+from pipeline.draft import attention, groups, head
+from pipeline.draft.head import cross_entropy, head_losses
+from pipeline.draft.loss import block_ids, block_labels, embed_blocks, objective
 from pipeline.draft.model import Draft
 from pipeline.errors import DraftError
 from pipeline.records import DraftBatch, TargetBundle
@@ -58,7 +59,7 @@ def by_all_logits(draft: Draft, bundle: TargetBundle, batch: DraftBatch, weights
 def test_objective(chunk: int, slots: int, scales: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(block_size=4)
     draft, bundle, batch = lively_draft(config), bundle_of(**SCALES[scales]), any_batch(3, config, packed=packed)
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk)
+    monkeypatch.setattr(head, "CHUNK_LOGITS", chunk)
     monkeypatch.setattr(groups, "CPU_SLOTS", slots)
     section = ObjectiveSection(name="decay", gamma=2.0)
     sums = objective(draft, bundle, batch, section)
@@ -88,16 +89,20 @@ def test_frozen_parameters_get_no_gradient_and_the_others_the_same() -> None:
                 torch.testing.assert_close(parameter.grad, exact[name])
 
 
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(2, 4), st.integers(1, 30))
-def test_groups_cover_every_block_once(rows: int, blocks: int, block_size: int, slots: int) -> None:
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(2, 4), st.integers(1, 30))
+def test_groups_cover_every_block_once_and_no_padding_alone(counts: list[int], block_size: int, slots: int) -> None:
+    valid = torch.arange(max(1, *counts, 1)) < torch.tensor(counts).unsqueeze(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "CPU_SLOTS", slots)
-        found = groups.places(rows, blocks, block_size, torch.device("cpu"))
-    covered = torch.zeros(rows, blocks)
+        found = groups.places(valid, block_size)
+    covered = torch.zeros(valid.shape)
     for place in found:
         covered[place] += 1
         assert covered[place].numel() <= max(1, slots // block_size)
-    assert bool((covered == 1).all())
+        assert bool(valid[place].any()) or len(found) == 1
+    assert bool((covered[valid] == 1).all())
+    assert bool((covered <= 1).all())
+    assert found
 
 
 def test_uniform_weights() -> None:
@@ -183,10 +188,10 @@ def test_an_impossible_label_still_has_an_exact_loss() -> None:
     head = torch.tensor([[300.0], [0.0], [-300.0]])
     bundle = TargetBundle(head, head, torch.ones(1), {})
     hidden = torch.ones(2, 1, requires_grad=True)
-    total, predicted = cross_entropy(hidden, torch.tensor([2, 0]), torch.tensor([1.0, 1.0]), bundle)
+    losses, predicted, _ = head_losses(hidden, cross_entropy(torch.tensor([2, 0])), bundle)
     assert predicted.tolist() == [0, 0]
-    assert float(total.detach()) == 600.0
-    torch.autograd.backward(total)
+    assert losses.tolist() == [600.0, 0.0]
+    torch.autograd.backward(losses.sum())
     assert hidden.grad is not None
     assert hidden.grad.flatten().tolist() == [600.0, 0.0]
 
@@ -224,7 +229,7 @@ def test_neither_logits_nor_masks_ever_exist_for_all_slots(monkeypatch: pytest.M
     config = small_config(vocab_size=5000)
     draft, bundle, batch = lively_draft(config), bundle_of(vocab=5000), any_batch(9, config, rows=1, tokens=600, blocks=400)
     slots = 400 * 3
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", 50_000)
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 50_000)
     with Largest() as largest:
         torch.autograd.backward(objective(draft, bundle, batch, ObjectiveSection()).numerator)
     tile = attention.TILE_QUERIES * (600 + attention.TILE_QUERIES)

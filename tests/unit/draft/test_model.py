@@ -7,14 +7,18 @@ import pytest
 import torch
 
 from pipeline.draft.config import DraftConfig
-from pipeline.draft.model import Draft, inverse_frequencies
+from pipeline.draft.model import Draft
+from pipeline.draft.qwen3 import inverse_frequencies
 from pipeline.records import DraftBatch
-from tests.support.drafts import FULL, SLIDING, any_batch, lively_draft, slow_forward, small_config
+from tests.support.drafts import FULL, SLIDING, any_batch, kimi_config, lively_draft, slow_forward, small_config
 
 CONFIGS = {
     "plain": small_config(),
     "biased, no grouping": small_config(attention_bias=True, num_key_value_heads=2),
     "one window, one full": small_config(layer_types=(SLIDING, FULL), sliding_window=5, block_size=4, rope_theta=50.0),
+    "kimi": kimi_config(block_size=4, rms_norm_eps=1e-2),
+    "kimi, wide values, no q rank, no gate": kimi_config(shape={"v_head_dim": 9, "q_lora_rank": None, "mla_use_output_gate": False}),
+    "kimi, other activation": kimi_config(shape={"activation_situ_beta": 0.7, "activation_situ_linear_beta": None}),
 }
 
 
@@ -116,9 +120,11 @@ def test_embeddings_in_bfloat16_become_a_stream_in_the_precision_of_the_weights(
         assert torch.equal(draft(batch, rounded), draft(batch, rounded.float()))
 
 
+@pytest.mark.parametrize(
+    "config", [small_config(), kimi_config(), kimi_config(shape={"v_head_dim": 9})], ids=["plain", "kimi", "wide values"]
+)
 @pytest.mark.parametrize("how", ["autocast", "cast"])
-def test_bfloat16(how: str) -> None:
-    config = small_config()
+def test_bfloat16(how: str, config: DraftConfig) -> None:
     draft, batch = lively_draft(config), any_batch(7, config)
     embeddings = embeddings_for(batch, config)
     with torch.no_grad():

@@ -120,9 +120,9 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(tmp_path: Path,
         data = (path / name).read_bytes()
         (path / name).write_bytes(data[: len(data) // 2])
     else:
-        data = bytearray((path / name).read_bytes())
-        data[data.index(b'"step": 3') + 8 if name == "state.json" else len(data) - 3] ^= 1
-        (path / name).write_bytes(data)
+        flipped = bytearray((path / name).read_bytes())
+        flipped[flipped.index(b'"step": 3') + 8 if name == "state.json" else -3] ^= 1
+        (path / name).write_bytes(flipped)
     with pytest.raises(
         CheckpointError, match=rf"{name} (cannot be read|is damaged).* Remove .*step_0000003 to go on from the checkpoint before"
     ):

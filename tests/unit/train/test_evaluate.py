@@ -8,7 +8,8 @@ from pipeline.draft.loss import objective
 from pipeline.records import CapturedSample
 from pipeline.runtime.ranks import start_ranks
 from pipeline.train.evaluate import score
-from pipeline.train.step import Learner, Sums, sums_vector
+from pipeline.train.learner import Learner
+from pipeline.train.step import Sums, sums_vector
 from tests.support.samples import HIDDEN, LAYERS, learner, sample
 
 
@@ -31,7 +32,7 @@ def test_score_is_the_sum_over_anchors_taken_one_hundred_at_a_time() -> None:
     learning, one = _learning(), _sample(900)  # more anchors than one forward takes
     usable = usable_anchors(one.tokens.spans, 900, 4, "partial")
     assert len(usable) > 512
-    expected = torch.zeros(len(Sums.zero(4).values), dtype=torch.float64)
+    expected = torch.zeros(len(Sums.zero(learning.layout).values), dtype=torch.float64)
     for start in range(0, len(usable), 100):
         batch = collate([one], [usable[start : start + 100]], BatchShape(LAYERS, 4, HIDDEN, torch.float32))
         expected += sums_vector(objective(learning.draft, learning.bundle, batch, learning.objective), batch)

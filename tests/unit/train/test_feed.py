@@ -5,7 +5,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pipeline.draft.anchors import draw_anchors, usable_anchors
+from pipeline.draft.anchors import draw_anchors, draw_prefixes, usable_anchors
 from pipeline.draft.batch import BatchShape
 from pipeline.records import CapturedSample, DraftBatch, TokenSample
 from pipeline.train.divide import Division
@@ -74,6 +74,22 @@ def test_packed_batches_by_tokens_on_any_ranks_hold_the_global_batch(workers: in
     assert [len(step) for step in expected] == [6, 5, 6, 5, 6]
     for division in (Division(2, 3), Division(1, 2, None, 100), Division(2, 1, 120, 120), Division(3, 1, 70)):
         assert steps(division) == expected
+
+
+def test_each_block_has_the_visible_prefix_of_its_anchor() -> None:
+    samples = captured(5, seed=2)
+    order = Order(5, np.arange(5), np.array([s.tokens.num_tokens for s in samples]), 5)
+
+    def prefixes(tokens: TokenSample, cycle: int, anchors: NDArray[np.int64]) -> NDArray[np.int64]:
+        return draw_prefixes(7, cycle, tokens.sample_id, anchors, 4, 0.9)
+
+    feed = Feed(lambda indices: [samples[i] for i in indices], _draw, SHAPE, 0, prefixes=prefixes)
+    batch = next(feed.micro_batches(order, Position(), Division(1, 1, None, 150), 0))
+    assert batch.prefix_lengths is not None
+    lengths = [n for row in range(len(batch.anchors)) for n in batch.prefix_lengths[row, batch.block_valid[row]].tolist()]
+    expected = [n for sample, at in _drawn(batch) if at for n in draw_prefixes(7, 0, sample, np.array(at), 4, 0.9).tolist()]
+    assert lengths == expected
+    assert set(lengths) == {2, 3}
 
 
 def _drawn(batch: DraftBatch) -> list[tuple[str, list[int]]]:

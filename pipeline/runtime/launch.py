@@ -43,7 +43,7 @@ class Launch:
     def __init__(self, root: Path, ranks: Ranks) -> None:
         self.token = _shared_token(ranks)
         self.folder = root / ".launch" / self.token
-        self._ranks = ranks
+        self.ranks = ranks
         self._sigterm = False
         self._end: PipelineError | None = None  # why this rank must end, once it must
         self._over = threading.Event()
@@ -79,14 +79,14 @@ class Launch:
         before = _on_sigterm(self._note_sigterm)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            alive = FolderLock(self.folder, f"alive-{self._ranks.rank}")
+            alive = FolderLock(self.folder, f"alive-{self.ranks.rank}")
             alive.__enter__()
         except OSError as error:
-            raise CacheError(f"{self.folder} cannot be made: {error}. Free disk space or mend capture.path, then run again.") from error
+            raise CacheError(f"{self.folder} cannot be made: {error}. Free disk space or mend its path, then run again.") from error
         watch = threading.Thread(target=self._watch, name="watch", daemon=True)
         try:
-            if self._ranks.world_size > 1:
-                _meet(self._ranks)  # from here on, a rank without its lock is one that has ended
+            if self.ranks.world_size > 1:
+                _meet(self.ranks)  # from here on, a rank without its lock is one that has ended
             watch.start()
             yield
         except Exception as error:
@@ -117,7 +117,7 @@ class Launch:
         """What this rank ends with, `error` itself or the reason behind it, told to the others where they do not know it."""
         if isinstance(error, PeerFailedError):
             return error
-        if not isinstance(error, PipelineError) and self._ranks.world_size > 1:
+        if not isinstance(error, PipelineError) and self.ranks.world_size > 1:
             # A collective fails in many words when its other side is gone; the reason may come a moment later.
             until = time.monotonic() + 2 * LOOK_SECONDS
             while self._end is None and time.monotonic() < until:
@@ -131,12 +131,12 @@ class Launch:
             return reason
         if isinstance(ending, PeerFailedError):
             return ending
-        if self._ranks.world_size == 1:
+        if self.ranks.world_size == 1:
             self.end()
             return ending
         with suppress(OSError):  # of the two errors, the first is to be seen
             stopped = isinstance(ending, StoppedError)
-            self.tell(f"failed-{self._ranks.rank}", {"reason": str(ending) or type(ending).__name__, "stopped": stopped})
+            self.tell(f"failed-{self.ranks.rank}", {"reason": str(ending) or type(ending).__name__, "stopped": stopped})
         return ending
 
     # ---- what a thread of its own looks at
@@ -144,7 +144,7 @@ class Launch:
     def _watch(self) -> None:
         noticed = None
         while not self._over.wait(LOOK_SECONDS):
-            if self._end is None and self._ranks.world_size > 1:
+            if self._end is None and self.ranks.world_size > 1:
                 self._end = self._look()
             if noticed is None and (self._end is not None or self._sigterm):
                 noticed = time.monotonic()
@@ -159,15 +159,15 @@ class Launch:
         log_to_file(str(ending))
         if isinstance(ending, LaunchError) and not isinstance(ending, PeerFailedError | StoppedError):
             with suppress(OSError):
-                self.tell(f"failed-{self._ranks.rank}", {"reason": str(ending), "stopped": False})
-            print(f"error on rank {self._ranks.rank}: {ending}", file=sys.stderr, flush=True)
+                self.tell(f"failed-{self.ranks.rank}", {"reason": str(ending), "stopped": False})
+            print(f"error on rank {self.ranks.rank}: {ending}", file=sys.stderr, flush=True)
         os._exit(StoppedError.exit_code if isinstance(ending, StoppedError) else 2)
 
     def _look(self) -> PipelineError | None:
         """Why this rank cannot go on: one that failed and said why, or one that is dead."""
         if told := self._failed_elsewhere():
             return told
-        ranks = self._ranks
+        ranks = self.ranks
         group = range(ranks.dp_rank * ranks.tp_size, (ranks.dp_rank + 1) * ranks.tp_size)
         for rank in range(1, ranks.world_size) if ranks.is_main else {0, *group} - {ranks.rank}:
             if self._is_dead(rank):
@@ -183,7 +183,7 @@ class Launch:
     def _died(self, rank: int) -> PipelineError:
         """The error for a dead rank: in full for the first that notices, who tells the user."""
         reason = (
-            f"rank {rank} of {self._ranks.world_size} died without a word: killed, out of memory, or its machine is gone. "
+            f"rank {rank} of {self.ranks.world_size} died without a word: killed, out of memory, or its machine is gone. "
             "What is committed stays; look at what that rank wrote last, then run the same command again."
         )
         try:
@@ -197,7 +197,7 @@ class Launch:
     def _failed_elsewhere(self) -> PipelineError | None:
         for path in sorted(self.folder.glob("failed-*.json")):
             rank = path.stem.removeprefix("failed-")
-            if rank != str(self._ranks.rank):
+            if rank != str(self.ranks.rank):
                 told = json.loads(path.read_bytes())
                 if told["stopped"]:
                     return StoppedError(f"rank {rank} was {told['reason']}")
@@ -214,7 +214,7 @@ def _on_sigterm(handler: Any) -> Any:
 
 
 def _shared_token(ranks: Ranks) -> str:
-    """A word that no other launch has. With `_meet` the only collectives of capture's own: all ranks have just started."""
+    """A word that no other launch has. With `_meet` the only collectives here: all ranks have just started."""
     token = [secrets.token_hex(6)]
     if ranks.world_size > 1:
         dist.broadcast_object_list(token, src=0, device=ranks.device)

@@ -1,0 +1,163 @@
+"""The target's frozen head on slots, in chunks: losses by slot, and their gradient with respect to the hidden states.
+
+Rows go through the head a chunk at a time, and their gradient is formed on the way, so that no more than a chunk of logits ever
+exists and none is computed twice. Rows do not see one another, so weights can be chosen afterwards: a row's gradient is scaled
+by whatever the loss of that row is multiplied with. What is minimised is a `SlotLoss`: cross-entropy, or a divergence from a teacher.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from pipeline.draft.matmul import times_transposed
+from pipeline.records import TargetBundle
+
+# Logits held at a time, in elements: 32 MiB of fp32.
+CHUNK_LOGITS = 1 << 23
+
+
+def rows_at_once(head: torch.Tensor) -> int:
+    """How many rows make a chunk, at a head [V, H]."""
+    return max(1, CHUNK_LOGITS // head.shape[0])
+
+
+class SlotLosses(NamedTuple):
+    """By row: `loss` fp32 [c], the likeliest token `best` int64 [c], and the token that would have been right, `wanted` int64 [c]."""
+
+    loss: torch.Tensor
+    best: torch.Tensor
+    wanted: torch.Tensor
+
+
+# Given logits fp32 [c, V] of the rows in a slice, their losses; the logits are overwritten with the gradient of each row's loss.
+SlotLoss = Callable[[torch.Tensor, slice], SlotLosses]
+
+
+def head_logits(hidden: torch.Tensor, head: torch.Tensor, bundle: TargetBundle) -> torch.Tensor:
+    """The target's logits of `hidden` [..., H] (in the dtype of `head`), fp32 [..., V], scaled and capped as the target does."""
+    logits = times_transposed(hidden, head).float()
+    if bundle.output_multiplier != 1.0:
+        logits *= bundle.output_multiplier
+    if bundle.final_logit_softcapping is not None:
+        logits = logits.div_(bundle.final_logit_softcapping).tanh_().mul_(bundle.final_logit_softcapping)
+    return logits
+
+
+def head_slope(logits: torch.Tensor, bundle: TargetBundle) -> torch.Tensor | float | None:
+    """d logits / d (hidden @ head.T), elementwise, from the logits themselves; None where it is 1."""
+    cap, multiplier = bundle.final_logit_softcapping, bundle.output_multiplier
+    if cap is not None:
+        return (1 - (logits / cap).square()) * multiplier
+    return None if multiplier == 1.0 else multiplier
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype to multiply in: autocast's, or the tensor's own."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
+def cross_entropy(labels: torch.Tensor) -> SlotLoss:
+    """-log p(label), by row; `labels` int64 [M]."""
+
+    def loss(logits: torch.Tensor, rows: slice) -> SlotLosses:
+        label = labels[rows].unsqueeze(1)
+        at_label = logits.gather(1, label)
+        top, best = logits.max(dim=1, keepdim=True)
+        probabilities = torch.softmax(logits, dim=1, out=logits)
+        # The likeliest row has p ≥ 1/V, so this logarithm is exact however unlikely the label is.
+        losses = (top - probabilities.gather(1, best).log() - at_label).squeeze(1)
+        probabilities.scatter_add_(1, label, torch.full_like(at_label, -1.0))
+        return SlotLosses(losses, best.squeeze(1), label.squeeze(1))
+
+    return loss
+
+
+Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
+
+
+def divergence(kind: Divergence, temperature: float, teacher: Callable[[slice], torch.Tensor]) -> SlotLoss:
+    """How far the draft's distribution q is from the teacher's p, both at `temperature` T; `teacher` gives logits fp32 [c, V] of rows.
+
+    T²·KL(p ‖ q), T²·KL(q ‖ p), or ½ Σ |p - q|. What would have been right is the teacher's likeliest token.
+    """
+
+    def loss(logits: torch.Tensor, rows: slice) -> SlotLosses:
+        best, theirs = logits.argmax(dim=1), teacher(rows)
+        wanted = theirs.argmax(dim=1)
+        log_p, log_q = (torch.log_softmax(x / temperature, dim=1) for x in (theirs, logits))
+        if kind == "forward_kl":
+            p = log_p.exp()
+            losses = temperature**2 * (p * (log_p - log_q)).sum(dim=1)
+            torch.sub(log_q.exp_(), p, out=logits).mul_(temperature)
+        elif kind == "reverse_kl":
+            q, ratio = log_q.exp(), log_q - log_p
+            mean = (q * ratio).sum(dim=1, keepdim=True)
+            losses = temperature**2 * mean.squeeze(1)
+            torch.mul(q, ratio - mean, out=logits).mul_(temperature)
+        else:
+            q = log_q.exp_()
+            apart = q - log_p.exp_()
+            losses, side = 0.5 * apart.abs().sum(dim=1), 0.5 * apart.sign()
+            torch.mul(q, side - (q * side).sum(dim=1, keepdim=True), out=logits).div_(temperature)
+        return SlotLosses(losses, best, wanted)
+
+    return loss
+
+
+def head_losses(hidden: torch.Tensor, loss: SlotLoss, bundle: TargetBundle) -> SlotLosses:
+    """`loss` of every row of `hidden` [M, H] under the target's head, with gradient to `hidden`."""
+    losses, best, wanted, _, _ = _Head.apply(hidden, loss, bundle, 0)  # type: ignore[no-untyped-call]
+    return SlotLosses(losses, best, wanted)
+
+
+def head_losses_and_candidates(
+    hidden: torch.Tensor, loss: SlotLoss, bundle: TargetBundle, top_k: int
+) -> tuple[SlotLosses, torch.Tensor, torch.Tensor]:
+    """As `head_losses`, and of every row the `top_k` largest logits, fp32 [M, K] with gradient to `hidden`, and their tokens [M, K]."""
+    losses, best, wanted, logits, tokens = _Head.apply(hidden, loss, bundle, top_k)  # type: ignore[no-untyped-call]
+    return SlotLosses(losses, best, wanted), logits, tokens
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, loss: SlotLoss, bundle: TargetBundle, top_k: int) -> tuple[torch.Tensor, ...]:
+        count, dtype = len(hidden), compute_dtype(hidden)
+        head = bundle.head.to(dtype)
+        grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        losses, top = (torch.empty(shape, dtype=torch.float32, device=hidden.device) for shape in ((count,), (count, top_k)))
+        best, wanted = torch.empty(2, count, dtype=torch.int64, device=hidden.device)
+        tokens = torch.empty(count, top_k, dtype=torch.int64, device=hidden.device)
+        size = rows_at_once(head)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, count, size):
+                rows = slice(start, start + size)
+                logits = head_logits(hidden[rows].to(dtype), head, bundle)
+                if top_k:
+                    top[rows], tokens[rows] = logits.topk(top_k, dim=1)
+                slope = None if grad is None else head_slope(logits, bundle)
+                losses[rows], best[rows], wanted[rows] = loss(logits, rows)
+                if grad is not None:
+                    if slope is not None:
+                        logits *= slope
+                    grad[rows] = times_transposed(logits.to(dtype), head.T).to(grad.dtype)
+        if grad is not None:
+            ctx.save_for_backward(grad, top, tokens)
+            ctx.head, ctx.bundle = head, bundle
+        ctx.mark_non_differentiable(best, wanted, tokens)
+        return losses, best, wanted, top, tokens
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor, _: Any, __: Any, by_top: torch.Tensor, ___: Any) -> tuple[torch.Tensor | None, ...]:
+        grad, top, tokens = ctx.saved_tensors
+        total = grad * upstream.unsqueeze(1).to(grad.dtype)
+        if top.shape[1]:
+            slope = head_slope(top, ctx.bundle)
+            by_top = by_top if slope is None else by_top * slope
+            size = max(1, CHUNK_LOGITS // (top.shape[1] * ctx.head.shape[1]))
+            for start in range(0, len(top), size):
+                rows = slice(start, start + size)
+                one = torch.bmm(by_top[rows].unsqueeze(1).to(ctx.head.dtype), ctx.head[tokens[rows]])
+                total[rows] += one.squeeze(1).to(total.dtype)
+        return total, None, None, None

@@ -1,0 +1,152 @@
+"""A draft's `config.json`, as servers read it (DFLASH §7): written, and read again, ours or a published one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.config.draft import VARIANT_FIELDS
+from pipeline.draft.config import FULL, ROPE_THETA, SLIDING, DraftConfig, rope_theta_of
+from pipeline.draft.kimi_config import ACTIVATION, LatentShape, is_kimi
+from pipeline.draft.variants import VARIANTS
+from pipeline.errors import DraftError
+
+REQUIRED = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("num_target_layers", "target_layer_ids", "block_size", "mask_token_id"),
+)
+
+
+def to_json(config: DraftConfig) -> dict[str, Any]:
+    """The exported `config.json`, without the dtype."""
+    variant = VARIANTS[config.variant]
+    return {
+        "architectures": [variant.architecture],
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "is_causal": variant.causal,
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "dflash_config": _dflash_json(config),
+        **(_qwen3_json(config) if config.latent is None else config.latent.to_json(config.num_hidden_layers)),
+    }
+
+
+def _dflash_json(config: DraftConfig) -> dict[str, Any]:
+    variant = VARIANTS[config.variant]
+    where_it_differs = {
+        "input_embedding_scale": config.input_embedding_scale if config.input_embedding_scale != 1.0 else None,
+        "output_multiplier": config.output_multiplier if config.output_multiplier != 1.0 else None,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "causal": variant.causal or None,
+        "projector_type": variant.projector_type,
+    }
+    return {
+        "target_layer_ids": list(config.target_layer_ids),
+        "mask_token_id": config.mask_token_id,
+        "block_size": config.block_size,
+        **{key: value for key, value in where_it_differs.items() if value is not None},
+        **{name: getattr(config, name) for name in VARIANT_FIELDS.get(config.variant, ())},
+    }
+
+
+def _qwen3_json(config: DraftConfig) -> dict[str, Any]:
+    """The keys of the Qwen3 backbone alone. RoPE's base stands in both places where a transformers version looks for it."""
+    return {
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "attention_bias": config.attention_bias,
+        "layer_types": list(config.layer_types),
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": SLIDING in config.layer_types,
+        "max_window_layers": config.num_hidden_layers,
+    }
+
+
+def from_json(values: Mapping[str, Any]) -> DraftConfig:
+    """The draft of a `config.json`, ours or a published one. Raises `DraftError` for what this package would compute otherwise."""
+    dflash = values.get("dflash_config") or {}
+    merged = {**values, **dflash}
+    if missing := [name for name in REQUIRED if merged.get(name) is None]:
+        raise DraftError(f"the draft's config.json lacks {', '.join(missing)}")
+    variant = _variant(values, dflash)
+    latent = LatentShape.from_json(values) if is_kimi(values) else None
+    activation = "silu" if latent is None else ACTIVATION
+    if values.get("hidden_act", activation) != activation:
+        raise DraftError(f"the draft's config.json has hidden_act {values['hidden_act']!r}, expected {activation!r}")
+    layers, heads = int(values["num_hidden_layers"]), int(values["num_attention_heads"])
+    given = values.get("layer_types")
+    sliding = bool(values.get("sliding_window")) and (given is not None or values.get("use_sliding_window", False))
+    types = tuple(given) if given is not None else (SLIDING if sliding else FULL,) * layers
+    return DraftConfig(
+        hidden_size=int(values["hidden_size"]),
+        intermediate_size=int(values["intermediate_size"]),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=int(values.get("num_key_value_heads") or heads),
+        head_dim=int(values.get("head_dim") or int(values["hidden_size"]) // max(1, heads)),
+        vocab_size=int(values["vocab_size"]),
+        num_target_layers=int(merged["num_target_layers"]),
+        target_layer_ids=tuple(int(layer) for layer in merged["target_layer_ids"]),
+        block_size=int(merged["block_size"]),
+        mask_token_id=int(merged["mask_token_id"]),
+        layer_types=types,
+        sliding_window=int(values["sliding_window"]) if SLIDING in types and values.get("sliding_window") else None,
+        rms_norm_eps=float(values.get("rms_norm_eps", 1e-6 if latent is None else 1e-5)),
+        rope_theta=_plain_rope_theta(values) if latent is None else ROPE_THETA,
+        attention_bias=bool(values.get("attention_bias", False)) if latent is None else False,
+        max_position_embeddings=int(values.get("max_position_embeddings", 32768)),
+        # Like z-lab's class: at the top level too, and a soft cap of 0 is none.
+        input_embedding_scale=float(merged.get("input_embedding_scale") or 1.0),
+        output_multiplier=float(merged.get("output_multiplier") or 1.0),
+        final_logit_softcapping=merged.get("final_logit_softcapping") or None,
+        latent=latent,
+        variant=variant,
+        **_options(variant, dflash),
+    )
+
+
+def _options(variant: str, dflash: Mapping[str, Any]) -> dict[str, Any]:
+    """A variant's own fields, as far as a `dflash_config` has them."""
+    given = {name: dflash[name] for name in VARIANT_FIELDS.get(variant, ()) if dflash.get(name) is not None}
+    return {name: value if isinstance(value, bool) else int(value) for name, value in given.items()}
+
+
+def _variant(values: Mapping[str, Any], dflash: Mapping[str, Any]) -> str:
+    """Which variant a `config.json` tells of, by the keys that servers go by."""
+    architectures = values.get("architectures") or ()
+    signs = {
+        "dflash2": any("DFlash2" in name for name in architectures) or not dflash.keys().isdisjoint(VARIANT_FIELDS["dflash2"]),
+        "domino": dflash.get("projector_type") is not None,
+        "jetspec": bool(values.get("is_causal") or dflash.get("causal")),
+    }
+    found = [variant for variant, sign in signs.items() if sign]
+    if len(found) > 1:
+        raise DraftError(f"the draft's config.json has keys of {' and of '.join(found)}; expected those of one variant")
+    if found == ["domino"] and dflash["projector_type"] != VARIANTS["domino"].projector_type:
+        raise DraftError(f"the draft's config.json has projector_type {dflash['projector_type']!r}; only 'domino' is built")
+    return found[0] if found else "dflash"
+
+
+def _plain_rope_theta(values: Mapping[str, Any]) -> float:
+    """RoPE's base of a draft. Any scaling is refused: a key that is read and not applied would change what is served."""
+    for where in ("rope_parameters", "rope_scaling"):
+        rope = values.get(where) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise DraftError(f"the draft's config.json has {where} of type {kind!r}; only 'default' (plain RoPE) is built")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise DraftError(f"the draft's config.json has a partial_rotary_factor in {where}; only whole heads are turned")
+    if values.get("partial_rotary_factor") not in (None, 1.0):
+        raise DraftError("the draft's config.json has a partial_rotary_factor; only whole heads are turned")
+    return rope_theta_of(values)

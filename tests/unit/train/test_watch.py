@@ -1,0 +1,67 @@
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.schema import Config
+from pipeline.config.training import ExpManagerSection
+from pipeline.errors import ConfigError, TrainingError
+from pipeline.train.watch import Watch, check_trackers, read_metrics
+
+
+def _config(**exp_manager: Any) -> Config:
+    return Config.model_validate({"name": "a run", "exp_manager": exp_manager})
+
+
+def test_a_tracker_that_is_not_installed_is_an_error_that_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_trackers(ExpManagerSection())
+    found = importlib.util.find_spec
+    monkeypatch.setattr("pipeline.train.watch.find_spec", lambda name: None if name in ("wandb", "trackio") else found(name))
+    check_trackers(ExpManagerSection(create_tensorboard_logger=True))
+    with pytest.raises(
+        ConfigError, match=r"create_wandb_logger, exp_manager\.create_trackio_logger: true, .*: pip install wandb trackio\."
+    ):
+        check_trackers(ExpManagerSection(create_wandb_logger=True, create_trackio_logger=True, create_tensorboard_logger=True))
+
+
+def test_lines_are_kept_and_figures_go_to_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Watch(_config(create_tensorboard_logger=True), tmp_path, 10, enabled=True) as watch:
+        watch.record(1, {"loss": 2.5, "accuracy_by_slot": [0.5, None]})
+        watch.record(2, {"loss": 2.0})
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.5, "accuracy_by_slot": [0.5, None]}, {"step": 2, "loss": 2.0}]
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "a run")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 2.0)]
+
+
+def test_other_ranks_open_nothing(tmp_path: Path) -> None:
+    with Watch(_config(create_tensorboard_logger=True), tmp_path, 10, enabled=False):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_line_that_the_disk_does_not_take_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with Watch(_config(), tmp_path, 10, enabled=True) as watch, pytest.raises(TrainingError, match=r"metrics\.jsonl cannot be written"):
+        watch.record(1, {"loss": 2.5})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of wandb's own packages
+def test_wandb_offline_keeps_the_run_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = _config(create_wandb_logger=True, wandb_logger_kwargs={"project": "drafts"})
+    with Watch(config, tmp_path, 10, enabled=True) as watch:
+        watch.record(1, {"loss": 2.5})
+        watch.record(2, {"val_loss": 2.0})
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    (log,) = run.glob("run-*.wandb")
+    end = time.monotonic() + 60  # its own process writes, and may be behind
+    while not all(word in log.read_bytes() for word in (b"drafts", b"a run", b"val_loss")):
+        assert time.monotonic() < end
+        time.sleep(0.05)
