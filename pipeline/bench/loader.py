@@ -1,13 +1,15 @@
 """How quickly samples come out of a cache at random, as training wants them: `stages/bench.py loader`.
 
-One thread reads the same samples in the same order, in turns: from a `lossless` copy of the cache, from a `raw` one, from one `torch.save`
-file a sample, and the codec alone on the chunks that these reads touch, with their bytes already in memory. Then the first three again with
-the page cache dropped of their files before every round.
+The same samples in the same order, by as many threads as cores are asked for, in turns: from a `lossless` copy of the cache, from a
+`raw` one, from one `torch.save` file a sample, and the codec alone on the chunks that these reads touch, with their bytes in memory.
+Then the first three again with the page cache dropped of their files before every round.
 """
 
 import os
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ KINDS = {
 COLD = ("lossless", "raw", "torch.save")
 
 
-def bench_loader(path: Path, max_bytes: int, rounds: int, clock: Clock) -> dict[str, Any]:
+def bench_loader(path: Path, max_bytes: int, threads: int, rounds: int, clock: Clock) -> dict[str, Any]:
     """Samples a second, on copies of the first samples of a raw or lossless cache, of at most `max_bytes` of states.
 
     Copies go into a temporary folder (`TMPDIR`), which should lie on a disk like that of the caches. Cold reads are by clock time. Raises
@@ -46,15 +48,22 @@ def bench_loader(path: Path, max_bytes: int, rounds: int, clock: Clock) -> dict[
     if len(samples) < 2:
         raise BenchError(f"{path} has {len(samples)} samples within these bytes; name a larger cache, or a larger --mb.")
     order = np.random.default_rng(0).permutation(len(samples)).tolist()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(threads) as pool:
         folder = Path(name)
+
+        def each(read: Callable[[int], object]) -> Callable[[], None]:
+            def all_of_them() -> None:
+                deque(pool.map(read, order), maxlen=0)
+
+            return all_of_them
+
         copies = {codec: write_copy(cache, samples, codec, folder / codec) for codec in ("lossless", "raw")}
         save_each(samples, folder / "saved")
         ways = {
-            "lossless": _reads(copies["lossless"], order),
-            "codec alone": _unpackings(copies["lossless"], order),
-            "raw": _reads(copies["raw"], order),
-            "torch.save": _loads(folder / "saved", order),
+            "lossless": each(lambda number: copies["lossless"].read(number, final=cache.manifest.final)),
+            "codec alone": each(_unpackings(copies["lossless"])),
+            "raw": each(lambda number: copies["raw"].read(number, final=cache.manifest.final)),
+            "torch.save": each(lambda number: torch.load(folder / "saved" / f"{number}.pt", weights_only=True)),
         }
         warm = in_turns(ways, rounds, clock)
         folders = {"lossless": folder / "lossless", "raw": folder / "raw", "torch.save": folder / "saved"}
@@ -69,6 +78,7 @@ def bench_loader(path: Path, max_bytes: int, rounds: int, clock: Clock) -> dict[
             "layers": list(cache.manifest.layer_ids),
             "hidden_size": cache.manifest.hidden_size,
             "dtype": cache.manifest.dtype,
+            "threads": threads,
             "clock": clock,
             "rounds": rounds,
         },
@@ -91,7 +101,7 @@ def as_text(found: dict[str, Any]) -> str:
     settings = found["settings"]
     return (
         f"{found['samples']} samples, {found['tokens']:,} tokens, layers {settings['layers']}, {settings['hidden_size']} wide, "
-        f"{settings['dtype']}; one thread, {CLOCKS[settings['clock']]}, at random\n\n"
+        f"{settings['dtype']}; {settings['threads']} threads, {CLOCKS[settings['clock']]}, at random\n\n"
         f"{table(('', 'samples/s', 'least', 'most', 'page cache dropped'), rows)}\n\n"
         f"lossless reads at {found['samples_per_second'] / found['codec_samples_per_second']:.2f} of its codec's speed"
     )
@@ -119,28 +129,12 @@ def drop_page_cache(folder: Path) -> None:
                 os.close(descriptor)
 
 
-def _reads(cache: Cache, order: Sequence[int]) -> Callable[[], None]:
-    def read() -> None:
-        for number in order:
-            cache.read(number, final=cache.manifest.final)
+def _unpackings(cache: Cache) -> Callable[[int], None]:
+    """The codec on every chunk that a read of a sample touches, and the rows that it wants of them."""
+    work = [list(_touched(cache, number)) for number in range(len(cache))]
 
-    return read
-
-
-def _loads(folder: Path, order: Sequence[int]) -> Callable[[], None]:
-    def load() -> None:
-        for number in order:
-            torch.load(folder / f"{number}.pt", weights_only=True)
-
-    return load
-
-
-def _unpackings(cache: Cache, order: Sequence[int]) -> Callable[[], None]:
-    """The codec on every chunk that a read touches, and the rows that it wants of them."""
-    work = [touched for number in order for touched in _touched(cache, number)]
-
-    def unpack() -> None:
-        for stored, spec, first, out in work:
+    def unpack(number: int) -> None:
+        for stored, spec, first, out in work[number]:
             take_rows(decode_chunk(stored, spec, "bench"), spec, first, out)
 
     return unpack

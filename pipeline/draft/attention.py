@@ -86,12 +86,16 @@ class Plan:
     tiles: dict[int | None, tuple[Tile, ...]]
 
 
+def sort_blocks(batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order int64 [R, N] of blocks by their anchors, padding last, and in it anchors, document starts and validity, int64 [3, R, N]."""
+    limit = torch.iinfo(torch.int64).max
+    order = torch.where(batch.block_valid, batch.anchors, limit).argsort(dim=1, stable=True)
+    return order, torch.stack((batch.anchors, batch.document_start, batch.block_valid.long())).gather(2, order.expand(3, -1, -1))
+
+
 def plan_tiles(batch: DraftBatch, block_size: int, windows: set[int | None], queries_per_slot: int, causal: bool = False) -> Plan:
     """Tiles for every window in `windows`. `queries_per_slot` is the number of heads that share one KV head; `causal` as in `visible`."""
-    limit = torch.iinfo(torch.int64).max
-    # Padding goes last, so that a batch with ascending anchors is in order already.
-    order = torch.where(batch.block_valid, batch.anchors, limit).argsort(dim=1, stable=True)
-    fields = torch.stack((batch.anchors, batch.document_start, batch.block_valid.long())).gather(2, order.expand(3, -1, -1))
+    order, fields = sort_blocks(batch)
     queries = TILE_QUERIES if order.device.type == "cpu" else DEVICE_TILE_QUERIES
     per_tile = max(1, queries // (block_size * queries_per_slot))
     tiles: dict[int | None, tuple[Tile, ...]] = {}
