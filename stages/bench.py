@@ -72,12 +72,9 @@ def capture(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def loader(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    import torch
-
     from pipeline.bench.loader import as_text, bench_loader
 
-    torch.set_num_threads(arguments.threads)
-    found = bench_loader(arguments.cache, int(arguments.mb * 1e6), arguments.rounds, arguments.clock)
+    found = bench_loader(arguments.cache, int(arguments.mb * 1e6), arguments.threads, arguments.rounds, arguments.clock)
     return as_text(found), found
 
 

@@ -78,14 +78,15 @@ class _CpuTiles(torch.autograd.Function):
         d_key = (d_scores.mT @ parts.by_block(parts.query)).flatten(2, 3)
         # The context, tile by tile.
         d_context_key, d_context_value = torch.zeros_like(parts.context_key), torch.zeros_like(parts.context_value)
-        keys = parts.context_key.mT.contiguous()
+        keys = parts.context_key.mT.to(query.dtype).contiguous()
         d_query_of_context = torch.zeros_like(parts.query.mT, memory_format=torch.contiguous_format)
+        # What is summed up over queries or rows is multiplied in the dtype of the inputs, as torch's own kernels do.
+        narrow_grad, narrow_query = grad.to(query.dtype), parts.query.to(query.dtype)
         for queries, seen, tile in parts.places():
             shares = parts.powers(queries, seen, tile, lse)
-            g = grad[queries]
-            d_context_value[seen] += times_transposed(shares, g.T)
-            d_scores = times_transposed(parts.context_value[seen], g, -delta[queries], shares)
-            d_context_key[seen] += times_transposed(d_scores, parts.query[queries].T)
+            d_context_value[seen] += times_transposed(shares.to(query.dtype), narrow_grad[queries].T)
+            d_scores = times_transposed(parts.context_value[seen], grad[queries], -delta[queries], shares).to(query.dtype)
+            d_context_key[seen] += times_transposed(d_scores, narrow_query[queries].T)
             columns = (*queries[:2], slice(None), queries[2])
             d_query_of_context[columns] = times_transposed(keys[(*seen[:2], slice(None), seen[2])], d_scores.T)
         d_query += d_query_of_context.mT

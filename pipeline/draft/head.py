@@ -22,6 +22,10 @@ def rows_at_once(head: torch.Tensor) -> int:
     return max(1, CHUNK_LOGITS // head.shape[0])
 
 
+# Channels whose largest value is found at once.
+RUN = 256
+
+
 class SlotLosses(NamedTuple):
     """By row: `loss` fp32 [c], the likeliest token `best` int64 [c], and the token that would have been right, `wanted` int64 [c]."""
 
@@ -58,13 +62,32 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
+def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest value of every row of `logits` [M, V], and the first place where it stands, int64, both [M].
+
+    By runs of channels: on a CPU torch finds values alone four times as quickly as values and places.
+    """
+    count, runs = logits.shape[0], logits.shape[1] // RUN
+    if logits.device.type != "cpu" or not runs or not count:
+        return logits.max(dim=1)
+    whole = runs * RUN
+    by_run = logits[:, :whole].view(count, runs, RUN).amax(dim=2)
+    top, run = by_run.max(dim=1)
+    place = run * RUN + logits[:, :whole].view(count, runs, RUN)[torch.arange(count), run].argmax(dim=1)
+    if whole < logits.shape[1]:
+        rest, at = logits[:, whole:].max(dim=1)
+        place = torch.where(rest > top, at + whole, place)
+        top = torch.maximum(top, rest)
+    return top, place
+
+
 def cross_entropy(labels: torch.Tensor) -> SlotLoss:
     """-log p(label), by row; `labels` int64 [M]."""
 
     def loss(logits: torch.Tensor, rows: slice) -> SlotLosses:
         label = labels[rows].unsqueeze(1)
         at_label = logits.gather(1, label)
-        top, best = logits.max(dim=1, keepdim=True)
+        top, best = (found.unsqueeze(1) for found in largest(logits))
         probabilities = torch.softmax(logits, dim=1, out=logits)
         # The likeliest row has p ≥ 1/V, so this logarithm is exact however unlikely the label is.
         losses = (top - probabilities.gather(1, best).log() - at_label).squeeze(1)
@@ -84,8 +107,8 @@ def divergence(kind: Divergence, temperature: float, teacher: Callable[[slice], 
     """
 
     def loss(logits: torch.Tensor, rows: slice) -> SlotLosses:
-        best, theirs = logits.argmax(dim=1), teacher(rows)
-        wanted = theirs.argmax(dim=1)
+        best, theirs = largest(logits)[1], teacher(rows)
+        wanted = largest(theirs)[1]
         log_p, log_q = (torch.log_softmax(x / temperature, dim=1) for x in (theirs, logits))
         if kind == "forward_kl":
             p = log_p.exp()
