@@ -6,6 +6,7 @@
   python stages/bench.py capture CONFIG [--tokens 16384] [a.b=value …]    capture beside forwards of the same batches
   python stages/bench.py loader --cache CACHE [--mb 256]                   random reads beside the codec and beside a file a sample
   python stages/bench.py decode [--seq 1024 …]                             drafting of one block beside its products
+  python stages/bench.py gpu [--peak-tflops 989]                           all that needs a GPU, in one run of a few minutes
 
 CONFIG is that of a training run from a raw or lossless cache. Exit code 2: what was asked cannot be done; the message says why.
 """
@@ -14,7 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,16 @@ def decode(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     return as_text(found), found
 
 
+def gpu(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    from pipeline.bench.gpu import QWEN3_8B, CaptureSettings, as_text, bench_gpu
+
+    given = {field.name: getattr(arguments, field.name, None) for field in fields(QWEN3_8B)}
+    settings = replace(QWEN3_8B, **{name: value for name, value in given.items() if value is not None})
+    capture = CaptureSettings(arguments.target_layers, arguments.batches, arguments.rows, arguments.tokens)
+    found = bench_gpu(settings, capture, arguments.rounds, arguments.peak_tflops)
+    return as_text(found), found
+
+
 def _settings(arguments: argparse.Namespace) -> "StepSettings":
     from pipeline.bench.step import StepSettings
 
@@ -126,7 +137,22 @@ def _parser() -> argparse.ArgumentParser:
     _add_shape(command, seq=1024, block=16, layers=5, hidden=576, vocab=49152)
     command.add_argument("--committed", type=int, default=4, help="tokens that a step commits; default: 4")
     _add_timing(command, 9)
+    _add_gpu(commands.add_parser("gpu"))
     return parser
+
+
+def _add_gpu(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(call=gpu)
+    for name in ("seq", "anchors", "block", "layers", "hidden", "vocab", "heads", "kv-heads", "head-dim", "intermediate"):
+        command.add_argument(f"--{name}", type=int, help="default: that of a draft for Qwen3-8B")
+    command.add_argument("--dtype", choices=("fp32", "bf16-mixed"), default="bf16-mixed")
+    command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    command.add_argument("--peak-tflops", type=float, help="what the device's data sheet gives in that dtype, for the utilisation")
+    command.add_argument("--target-layers", type=int, default=36, help="decoder layers of the target that is captured; default: 36")
+    command.add_argument("--batches", type=int, default=8, help="of capture; default: 8")
+    command.add_argument("--rows", type=int, default=8, help="samples of a batch; default: 8")
+    command.add_argument("--tokens", type=int, default=2048, help="tokens of a sample; default: 2048")
+    command.add_argument("--rounds", type=int, default=5, help="repeats; default: 5")
 
 
 def _add_shape(command: argparse.ArgumentParser, **sizes: int) -> None:

@@ -19,7 +19,7 @@ from pipeline.records import DraftBatch, TargetBundle
 TARGET_LAYERS = (1, 8, 14, 21, 27)
 MIN_SECONDS = 0.05
 """A product is repeated until it has taken this long."""
-MOST_ELEMENTS = 1 << 24
+MOST_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Of a product's result; a larger one is measured on fewer rows."""
 
 
@@ -135,7 +135,7 @@ def floor_seconds(settings: StepSettings) -> dict[str, float]:
 
 def product_rate(product: Product, dtype: torch.dtype, settings: StepSettings) -> float:
     """FLOP a second of such a product."""
-    rows = max(1, min(int(product.rows), MOST_ELEMENTS // max(1, int(product.columns))))
+    rows = max(1, min(int(product.rows), MOST_ELEMENTS[settings.device] // max(1, int(product.columns))))
     inner, columns = max(1, int(product.inner)), max(1, int(product.columns))
     a, b = torch.randn(rows, inner, device=settings.device).to(dtype), torch.randn(columns, inner, device=settings.device).to(dtype)
     out = torch.empty(rows, columns, dtype=dtype, device=settings.device)
