@@ -1,7 +1,7 @@
 """What a draft adds to a step of decoding: `stages/bench.py decode`.
 
-One step drafts once: the features of the tokens that the last step committed are taken in, and a block goes through the draft, behind a
-context of `seq` tokens. The floor is the same matrix products alone, one after another and each with weights of its own: so few rows take
+One step drafts once: the features of the tokens that the last step committed are taken in, a block goes through the draft, behind a
+context of `seq` tokens, and through the target's head, and the likeliest tokens are chosen. The floor is the same matrix products alone, one after another and each with weights of its own: so few rows take
 the time that reading the weights takes.
 """
 
@@ -24,12 +24,14 @@ from pipeline.report.tables import table
 # Rows, inner size and columns of a product, and how many there are.
 Shape = tuple[int, int, int, int]
 
+PARTS = {"draft": ("layers", "head"), "layers": ("layers",), "head": ("head",)}
+
 REPEATS = 20
 """Steps that are timed together."""
 
 
 def bench_decode(settings: StepSettings, committed: int, rounds: int) -> dict[str, Any]:
-    """Seconds of a step's drafting, `committed` tokens after the last one, and of the head and the choice of tokens by themselves."""
+    """Seconds of a step's drafting, `committed` tokens after the last one, and of its two parts: the draft's layers, and the head."""
     torch.manual_seed(0)
     torch.set_num_threads(settings.threads)
     dtype = torch.bfloat16 if settings.dtype == "bf16-mixed" else torch.float32
@@ -41,29 +43,32 @@ def bench_decode(settings: StepSettings, committed: int, rounds: int) -> dict[st
     serving = Serving(draft, settings.seq + REPEATS * committed)
     serving.extend(features)
     ways: dict[str, Callable[[], None]] = {
-        "draft": _drafts(serving, features[:, :committed], block, settings.seq),
-        "draft floor": _products(block_products(settings, committed), dtype),
+        "layers": _drafts(serving, features[:, :committed], block, settings.seq),
+        "layers floor": _products(block_products(settings, committed), dtype),
         "head": _choices(block[0], bundle),
         "head floor": _products([(settings.block, settings.hidden, settings.vocab, 1)], dtype),
     }
     with torch.inference_mode():
         seconds = in_turns(ways, rounds, settings.clock)
     each = {name: [value / REPEATS for value in values] for name, values in seconds.items()}
-    return {
-        "settings": {**asdict(settings), "intermediate": settings.mlp_width, "committed": committed, "rounds": rounds},
-        **median_of("draft_seconds", each["draft"]),
-        **median_of("floor_seconds", each["draft floor"]),
-        **median_of("head_seconds", each["head"]),
-        **median_of("head_floor_seconds", each["head floor"]),
-    }
+    found: dict[str, Any] = {"settings": {**asdict(settings), "intermediate": settings.mlp_width, "committed": committed, "rounds": rounds}}
+    for name, parts in PARTS.items():
+        for what, suffix in (("", "seconds"), (" floor", "floor_seconds")):
+            together = [sum(values) for values in zip(*(each[part + what] for part in parts), strict=True)]
+            found |= median_of(f"{name}_{suffix}" if name != "draft" or not what else suffix, together)
+    return found
 
 
 def as_text(found: dict[str, Any]) -> str:
     """The same as a table, in milliseconds."""
-    rows = [
-        [name, *(1e3 * value for value in (found[key], *found[f"{key}_range"], found[floor])), found[key] / found[floor]]
-        for name, key, floor in (("draft", "draft_seconds", "floor_seconds"), ("head and choice", "head_seconds", "head_floor_seconds"))
-    ]
+    rows = []
+    for label, seconds, floor in (
+        ("drafting", "draft_seconds", "floor_seconds"),
+        ("  layers", "layers_seconds", "layers_floor_seconds"),
+        ("  head and choice", "head_seconds", "head_floor_seconds"),
+    ):
+        values = (found[seconds], *found[f"{seconds}_range"], found[floor])
+        rows.append([label, *(1e3 * value for value in values), found[seconds] / found[floor]])
     settings = found["settings"]
     names = ("seq", "committed", "block", "layers", "hidden", "vocab", "dtype", "threads")
     shape = " ".join(f"{name} {settings[name]}" for name in names)

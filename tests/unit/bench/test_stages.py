@@ -61,7 +61,7 @@ def test_dropped_files_are_still_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16-mixed"])
 def test_decode(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(["decode", *SHAPE, "--seq", "40", "--committed", "2", "--threads", "1", "--rounds", "2", "--dtype", dtype], capsys)
-    rates(found, "draft_seconds", "floor_seconds", "head_seconds", "head_floor_seconds")
+    rates(found, *(f"{part}_seconds" for part in ("draft", "floor", "layers", "layers_floor", "head", "head_floor")))
 
 
 def test_gpu_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
