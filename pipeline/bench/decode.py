@@ -1,8 +1,8 @@
 """What a draft adds to a step of decoding: `stages/bench.py decode`.
 
 One step drafts once: the features of the tokens that the last step committed are taken in, a block goes through the draft, behind a
-context of `seq` tokens, and through the target's head, and the likeliest tokens are chosen. The floor is the same matrix products alone, one after another and each with weights of its own: so few rows take
-the time that reading the weights takes.
+context of `seq` tokens, and through the target's head, and the likeliest tokens are chosen. The floor is the same matrix products alone,
+one after another and each with weights of its own: so few rows take the time that reading the weights takes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
