@@ -16,7 +16,8 @@
     │   └── CacheLockedError      another process writes what this one was asked to write
     ├── DraftError                a draft whose geometry, mask token or layers cannot work
     ├── CheckpointError           a checkpoint that is damaged or belongs to another run
-    └── TrainingError             a run that cannot go on: a loss that is not finite, no usable sample
+    ├── TrainingError             a run that cannot go on: a loss that is not finite, no usable sample
+    └── BenchError                a measurement that cannot be made here
 
 A message says what was found, what was expected, where, and what to do. Anything that is not a `PipelineError` is a bug
 and keeps its traceback.
@@ -91,3 +92,7 @@ class CheckpointError(PipelineError):
 
 class TrainingError(PipelineError):
     """Training cannot start or go on."""
+
+
+class BenchError(PipelineError):
+    """What was to be measured cannot be: a program that it is compared with is missing or failed, or there is too little to measure on."""

@@ -41,7 +41,7 @@ def bench_cache(path: Path, max_bytes: int) -> dict[str, Any]:
     """
     cache = Cache.open(path)
     recoded_manifest(cache, "raw")  # refuses a lossy cache
-    samples = _samples(cache, max_bytes)
+    samples = take_samples(cache, max_bytes)
     tokens = sum(sample.tokens.num_tokens for sample in samples)
     if tokens < CHUNK_TOKENS:
         raise CacheError(
@@ -84,7 +84,8 @@ def as_text(found: dict[str, Any]) -> str:
     )
 
 
-def _samples(cache: Cache, max_bytes: int) -> list[CapturedSample]:
+def take_samples(cache: Cache, max_bytes: int) -> list[CapturedSample]:
+    """The first samples with all their states, of at most `max_bytes` together; one at least."""
     found: list[CapturedSample] = []
     size = 0
     for number in range(len(cache)):
@@ -98,19 +99,12 @@ def _samples(cache: Cache, max_bytes: int) -> list[CapturedSample]:
 
 
 def _bench_codec(cache: Cache, samples: Sequence[CapturedSample], codec: Codec, folder: Path) -> dict[str, float]:
-    manifest = recoded_manifest(cache, codec).model_copy(update={"num_shards": 1})
+    manifest = _copy_manifest(cache, codec)
     encode, decode = _codec_rates(manifest, samples)
-    states = sum(state.nbytes for sample in samples for state in _states(sample).values())
+    states = sum(state.nbytes for sample in samples for state in states_of(sample).values())
     create_or_compare(folder, manifest)
     write = states / _quickest(lambda: _write(folder, manifest, samples)) / 1e6
-    with ShardWriter(folder, 0, manifest, manifest.arrays) as writer:
-        for sample in samples:
-            writer.append(sample)
-        records = writer.close()
-    commit_shard(folder, 0, [sample.tokens for sample in samples], records)
-    link_target(cache, folder)
-    complete(folder)
-    opened = Cache.open(folder, final=manifest.final)
+    opened = write_copy(cache, samples, codec, folder)
     read = states / _quickest(lambda: _read(opened, range(len(samples)))) / 1e6
     at_random = np.random.default_rng(0).permutation(len(samples)).tolist()
     return {
@@ -125,13 +119,31 @@ def _bench_codec(cache: Cache, samples: Sequence[CapturedSample], codec: Codec, 
     }
 
 
+def write_copy(cache: Cache, samples: Sequence[CapturedSample], codec: Codec, folder: Path) -> Cache:
+    """A cache of `samples` of `cache`, in one shard."""
+    manifest = _copy_manifest(cache, codec)
+    create_or_compare(folder, manifest)
+    with ShardWriter(folder, 0, manifest, manifest.arrays) as writer:
+        for sample in samples:
+            writer.append(sample)
+        records = writer.close()
+    commit_shard(folder, 0, [sample.tokens for sample in samples], records)
+    link_target(cache, folder)
+    complete(folder)
+    return Cache.open(folder, final=manifest.final)
+
+
+def _copy_manifest(cache: Cache, codec: Codec) -> Manifest:
+    return recoded_manifest(cache, codec).model_copy(update={"num_shards": 1})
+
+
 def _codec_rates(manifest: Manifest, samples: Sequence[CapturedSample]) -> tuple[float, float]:
     """MB a second of the codec alone, in and out, over chunks of all arrays. Out is what a reader hands on: states, or codes and scales."""
     spent = np.zeros((ROUNDS, 2))
     size = 0
     for name in manifest.arrays:
         spec = manifest.spec(name)
-        rows = bits_of(torch.cat([_states(sample)[name] for sample in samples]))
+        rows = bits_of(torch.cat([states_of(sample)[name] for sample in samples]))
         starts = np.unique(np.linspace(0, len(rows) - CHUNK_TOKENS, min(CHUNKS, max(1, len(rows) // CHUNK_TOKENS))).astype(int))
         chunks = [rows[start : start + CHUNK_TOKENS] for start in starts]
         size += len(chunks) * spec.chunk_bytes
@@ -155,7 +167,8 @@ def _unpack(data: bytes, spec: ArraySpec) -> None:
         take_rows(chunk, spec, 0, bits)
 
 
-def _states(sample: CapturedSample) -> dict[str, torch.Tensor]:
+def states_of(sample: CapturedSample) -> dict[str, torch.Tensor]:
+    """By array."""
     states = {f"layer_{layer}": state for layer, state in sample.hidden.items()}
     return states if sample.final is None else {**states, FINAL: sample.final}
 
@@ -179,7 +192,7 @@ def _torch_save_rate(samples: Sequence[CapturedSample], folder: Path) -> float:
     folder.mkdir()
     for number, sample in enumerate(samples):
         tokens = sample.tokens
-        states = {name: state.clone() for name, state in _states(sample).items()}
+        states = {name: state.clone() for name, state in states_of(sample).items()}
         content = {"input_ids": torch.from_numpy(tokens.input_ids.copy()), "spans": torch.from_numpy(tokens.spans.copy()), **states}
         torch.save(content, folder / f"{number}.pt")
     at_random = np.random.default_rng(0).permutation(len(samples)).tolist()

@@ -68,6 +68,10 @@ class OpenFiles:
             found = self._samples.setdefault(shard, ShardSamples.open(path, entry.samples_sha256))
         return found
 
+    def announce(self, shard: int, array: str, start: int, num_tokens: int) -> None:
+        """Have the disk begin on what a read of these tokens will want, while others are unpacked."""
+        self._array(shard, array).announce(start // CHUNK_TOKENS, num_chunks(start + num_tokens))
+
     def read_rows(self, shard: int, array: str, start: int, out: Bits) -> None:
         """Fill `out` [n, width] with rows start.. of an array."""
         file = self._array(shard, array)
@@ -146,10 +150,20 @@ class ArrayFile:
 
     def decode(self, chunk: int) -> NDArray[np.uint8]:
         """A chunk's bytes as `take_rows` wants them."""
+        return decode_chunk(self.stored(chunk), self.spec, f"{self.path}, chunk {chunk}")
+
+    def announce(self, begin: int, end: int) -> None:
+        """Chunks [begin, end) will be read."""
+        if hasattr(os, "posix_fadvise"):
+            first, last = self._chunks[begin], self._chunks[end - 1]
+            os.posix_fadvise(self._descriptor, int(first[0]), int(last.sum() - first[0]), os.POSIX_FADV_WILLNEED)
+
+    def stored(self, chunk: int) -> bytes:
+        """A chunk as it lies on the disk."""
         offset, size = (int(value) for value in self._chunks[chunk])
         if self._told is not None:
             self._told(size)
-        return decode_chunk(self._pread(offset, size), self.spec, f"{self.path}, chunk {chunk}")
+        return self._pread(offset, size)
 
     def _pread(self, offset: int, size: int) -> bytes:
         data = os.pread(self._descriptor, size, offset)

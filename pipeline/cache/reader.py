@@ -93,6 +93,8 @@ class Cache:
         tokens = self._files.samples(shard).sample(i - int(self.index.first_of_shard[shard]))
         if max_tokens is not None:
             tokens = tokens.prefix(max_tokens)
+        for name in names:
+            self._files.announce(shard, name, offset, tokens.num_tokens)
         states: dict[str, torch.Tensor] = {}
         quantised: dict[str, Quantised] = {}
         for name in names:

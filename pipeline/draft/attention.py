@@ -2,22 +2,19 @@
 
 `visible` is the definition (DFLASH §2). Training never builds that mask: blocks are taken in the order of their anchors, a few at a
 time (a tile), and a tile reads the context rows that all of its slots see without a mask, and the few others, and its own
-slots, with a small one. The two parts are joined by their log-sum-exps.
+slots, with a small one.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from pipeline.records import DraftBatch
 
 # Queries of a tile, all heads of one KV group counted: enough to keep matrix products busy, few enough to waste little.
 # A GPU wants larger products, and its tiles run one after another.
-TILE_QUERIES, DEVICE_TILE_QUERIES = 256, 4096
+TILE_QUERIES, DEVICE_TILE_QUERIES = 768, 4096
 
 # Given query [R, Hkv, Q, G, D] and the block's own key [R, Hkv, Q, D] and value [R, Hkv, Q, Dv], attention over context and block.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -71,6 +68,14 @@ class Tile:
     shared: tuple[int, int]
     rest: tuple[int, int]
     mask: torch.Tensor
+    block_size: int
+
+    @property
+    def context(self) -> tuple[int, int]:
+        """All context rows that any slot of the tile sees."""
+        if self.shared[0] == self.shared[1]:
+            return self.rest
+        return self.shared[0], max(self.shared[1], self.rest[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +86,16 @@ class Plan:
     tiles: dict[int | None, tuple[Tile, ...]]
 
 
+def sort_blocks(batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order int64 [R, N] of blocks by their anchors, padding last, and in it anchors, document starts and validity, int64 [3, R, N]."""
+    limit = torch.iinfo(torch.int64).max
+    order = torch.where(batch.block_valid, batch.anchors, limit).argsort(dim=1, stable=True)
+    return order, torch.stack((batch.anchors, batch.document_start, batch.block_valid.long())).gather(2, order.expand(3, -1, -1))
+
+
 def plan_tiles(batch: DraftBatch, block_size: int, windows: set[int | None], queries_per_slot: int, causal: bool = False) -> Plan:
     """Tiles for every window in `windows`. `queries_per_slot` is the number of heads that share one KV head; `causal` as in `visible`."""
-    limit = torch.iinfo(torch.int64).max
-    # Padding goes last, so that a batch with ascending anchors is in order already.
-    order = torch.where(batch.block_valid, batch.anchors, limit).argsort(dim=1, stable=True)
-    fields = torch.stack((batch.anchors, batch.document_start, batch.block_valid.long())).gather(2, order.expand(3, -1, -1))
+    order, fields = sort_blocks(batch)
     queries = TILE_QUERIES if order.device.type == "cpu" else DEVICE_TILE_QUERIES
     per_tile = max(1, queries // (block_size * queries_per_slot))
     tiles: dict[int | None, tuple[Tile, ...]] = {}
@@ -103,7 +112,7 @@ def plan_tiles(batch: DraftBatch, block_size: int, windows: set[int | None], que
                     shared, rest = (0, 0), (max(low, anchors[first] - window + 1), high)
                 rest = rest if rest[0] < rest[1] else (0, 0)
                 mask = _tile_mask(fields[:2, row, first:last], rest, block_size, window, causal)
-                found.append(Tile(row, (first * block_size, last * block_size), shared, rest, mask))
+                found.append(Tile(row, (first * block_size, last * block_size), shared, rest, mask, block_size))
         tiles[window] = tuple(found)
     return Plan(order, tiles)
 
@@ -125,126 +134,3 @@ def _tile_mask(blocks: torch.Tensor, rest: tuple[int, int], block_size: int, win
     slots = torch.arange(block_size, device=device).repeat(count)
     sees = _sees_context(anchors, starts, slots, torch.arange(*rest, device=device), window)
     return torch.cat((_sees_own(count, block_size, causal, device), sees), dim=-1)
-
-
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: tuple[torch.Tensor, torch.Tensor], tiles: tuple[Tile, ...]
-) -> torch.Tensor:
-    """Attention of all blocks: query [R, Hkv, N·B, G, D] (G heads share a KV head), key [R, Hkv, N·B, D] and value [R, Hkv, N·B, Dv],
-    in the plan's order; context keys and values of the same channels, [R, Hkv, C, ·]. Returns [R, Hkv, N·B, G, Dv]; the scale is D^-½."""
-    if query.device.type == "cpu":
-        channels, size = value.shape[-1], max(query.shape[-1], value.shape[-1])
-        if query.shape[-1] < size:
-            query = query * (size / query.shape[-1]) ** 0.5  # torch takes size^-½ for the scale
-        # torch's CPU kernels want keys and values of one size, and zeros change neither.
-        query, key, value, *cached = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value, *context))
-        result: torch.Tensor = _CpuTiles.apply(query.contiguous(), key, value, *cached, tiles)  # type: ignore[no-untyped-call]
-        return result[..., :channels]
-    return _portable(query, key, value, context, tiles)
-
-
-def _portable(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: tuple[torch.Tensor, torch.Tensor], tiles: tuple[Tile, ...]
-) -> torch.Tensor:
-    """The same by plain differentiable torch, for any device."""
-    group = query.shape[3]
-    rows: list[list[torch.Tensor]] = [[] for _ in range(query.shape[0])]
-    for tile in tiles:
-        parts = (slice(*tile.slots), slice(*tile.rest), slice(*tile.shared))
-        keys, values = (
-            torch.cat((own[tile.row, :, parts[0]], cached[tile.row, :, parts[1]], cached[tile.row, :, parts[2]]), dim=1)
-            for own, cached in zip((key, value), context, strict=True)
-        )
-        mask = F.pad(tile.mask, (0, tile.shared[1] - tile.shared[0]), value=True)
-        queries = query[tile.row, :, parts[0]].flatten(1, 2)
-        out = F.scaled_dot_product_attention(queries[None], keys[None], values[None], attn_mask=mask.repeat_interleave(group, dim=0))
-        rows[tile.row].append(out[0].view(out.shape[1], -1, group, out.shape[-1]))
-    return torch.stack([torch.cat(parts, dim=1) for parts in rows])
-
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-class _CpuTiles(torch.autograd.Function):
-    """Tiles over torch's CPU flash kernels, which hand out the log-sum-exp that joining two parts needs.
-
-    The gradient of a joined softmax is that of its parts, each with the joined output and log-sum-exp in place of its own. Nothing
-    is kept but the inputs, the output and one number a query; no keys are repeated for grouped heads.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context_key: torch.Tensor,
-        context_value: torch.Tensor,
-        tiles: tuple[Tile, ...],
-    ) -> torch.Tensor:
-        group = query.shape[3]
-        queries = query.flatten(2, 3)
-        out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
-        for tile in tiles:
-            where = (tile.row, slice(None), slice(tile.slots[0] * group, tile.slots[1] * group))
-            q = queries[where][None]
-            keys, values = _masked_part(tile, key, context_key), _masked_part(tile, value, context_value)
-            part, part_lse = _forward(q, keys, values, attn_mask=_bias(tile, group, q.dtype))
-            if tile.shared[0] < tile.shared[1]:
-                k, v = _shared_part(tile, context_key), _shared_part(tile, context_value)
-                other, other_lse = _forward(q, k, v)
-                part, part_lse = _join(part, part_lse, other, other_lse)
-            out[where], lse[where] = part[0], part_lse[0]
-        ctx.save_for_backward(query, key, value, context_key, context_value, out, lse)
-        ctx.tiles = tiles
-        return out.view(query.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, context_key, context_value, out, lse = ctx.saved_tensors
-        group = query.shape[3]
-        queries, grad = query.flatten(2, 3), grad.contiguous().flatten(2, 3)
-        d_query = torch.empty_like(queries)
-        d_key, d_value = torch.empty_like(key), torch.empty_like(value)
-        d_context_key, d_context_value = torch.zeros_like(context_key), torch.zeros_like(context_value)
-        for tile in ctx.tiles:
-            row, own, rest, shared = tile.row, slice(*tile.slots), slice(*tile.rest), slice(*tile.shared)
-            where = (row, slice(None), slice(tile.slots[0] * group, tile.slots[1] * group))
-            q, g, o, norm = queries[where][None], grad[where][None], out[where][None], lse[where][None]
-            keys, values = _masked_part(tile, key, context_key), _masked_part(tile, value, context_value)
-            dq, dk, dv = _backward(g, q, keys, values, o, norm, 0.0, False, attn_mask=_bias(tile, group, q.dtype))
-            size = tile.slots[1] - tile.slots[0]
-            d_key[row, :, own], d_value[row, :, own] = dk[0, :, :size], dv[0, :, :size]
-            d_context_key[row, :, rest] += dk[0, :, size:]
-            d_context_value[row, :, rest] += dv[0, :, size:]
-            if tile.shared[0] < tile.shared[1]:
-                k, v = _shared_part(tile, context_key), _shared_part(tile, context_value)
-                more, dk, dv = _backward(g, q, k, v, o, norm, 0.0, False)
-                dq = dq + more
-                d_context_key[row, :, shared] += dk[0]
-                d_context_value[row, :, shared] += dv[0]
-            d_query[where] = dq[0]
-        return d_query.view(query.shape), d_key, d_value, d_context_key, d_context_value, None
-
-
-def _masked_part(tile: Tile, own: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-    """[1, Hkv, slots + rest, D]. Own slots come first: every query then meets a key that it sees in the kernel's first pass."""
-    return torch.cat((own[tile.row, :, slice(*tile.slots)], context[tile.row, :, slice(*tile.rest)]), dim=1)[None]
-
-
-def _shared_part(tile: Tile, context: torch.Tensor) -> torch.Tensor:
-    return context[tile.row, :, slice(*tile.shared)][None]
-
-
-def _bias(tile: Tile, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """The mask as what is added to scores: [1, 1, slots·G, slots + rest]."""
-    bias = torch.zeros(tile.mask.shape, dtype=dtype).masked_fill_(~tile.mask, -math.inf)
-    return bias.repeat_interleave(group, dim=0)[None, None]
-
-
-def _join(a: torch.Tensor, a_lse: torch.Tensor, b: torch.Tensor, b_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two disjoint sets of keys, from the attention over each: outputs [1, H, Q, D], log-sum-exps [1, H, Q]."""
-    lse = torch.logaddexp(a_lse, b_lse)
-    weight = (a_lse - lse).exp().unsqueeze(-1).to(a.dtype)
-    return torch.lerp(b, a, weight), lse

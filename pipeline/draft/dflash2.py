@@ -13,6 +13,7 @@ from pipeline.draft.attention import Attend
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.head import head_logits, head_losses_and_candidates
 from pipeline.draft.layer import DraftLayer
+from pipeline.draft.matmul import Linear
 from pipeline.draft.qwen3 import Rotation
 from pipeline.draft.slots import Pick, Proposal, Scored, Slots
 from pipeline.records import TargetBundle
@@ -28,7 +29,7 @@ class Convolution(nn.Module):
         super().__init__()
         self.block_size, self.taps, self.groups = config.block_size, config.conv_kernel_size, config.hidden_size // config.conv_group_size
         self.base_kernel = nn.Parameter(torch.empty(2, self.taps, config.hidden_size))
-        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
+        self.kernel_projection = Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
 
     def start(self) -> None:
         nn.init.zeros_(self.kernel_projection.weight)
@@ -78,7 +79,7 @@ class Selector(nn.Module):
         self.top_k = config.selector_top_k
         self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
         self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
-        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        self.hidden_projection = Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def start(self) -> None:
         nn.init.normal_(self.predecessor_codebook, std=0.02)

@@ -12,6 +12,7 @@ from torch import nn
 
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.head import compute_dtype, head_logits, head_slope, rows_at_once
+from pipeline.draft.matmul import Linear, times_transposed
 from pipeline.draft.slots import Pick, Proposal, Scored, Slots, embed_blocks
 from pipeline.records import TargetBundle
 
@@ -33,8 +34,8 @@ def faults(config: DraftConfig) -> list[str]:
 def extend(draft: nn.Module, config: DraftConfig) -> None:
     """Add the GRU and the projection to a plain draft."""
     draft.prefix_gru = nn.GRU(config.hidden_size, config.gru_hidden_dim, bias=False, batch_first=True)
-    narrow = nn.Linear(config.hidden_size + config.gru_hidden_dim, config.emb_dim, bias=False)
-    wide = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
+    narrow = Linear(config.hidden_size + config.gru_hidden_dim, config.emb_dim, bias=False)
+    wide = Linear(config.emb_dim, config.vocab_size, bias=False)
     for linear in (narrow, wide):
         nn.init.normal_(linear.weight, std=0.02)
     draft.embed_proj = nn.Sequential(narrow, nn.SiLU(), wide)
@@ -88,7 +89,7 @@ class _Corrected(torch.autograd.Function):
             for rows in _whole_blocks(slots.block, rows_at_once(head)):
                 small = narrow[rows].to(dtype) * task.corrected[rows].unsqueeze(1)
                 base = head_logits(hidden[rows].to(dtype), head, bundle)
-                final = base + small @ matrix.T
+                final = base + times_transposed(small, matrix)
                 slope = head_slope(base, bundle) if needed else None
                 losses[rows], best, wanted = slots.loss(final, rows)
                 base_losses[rows], base_best, _ = slots.loss(base, rows)
@@ -99,13 +100,13 @@ class _Corrected(torch.autograd.Function):
                 # What stands in the place of the logits now is the gradient by them.
                 final *= (1 - share) * weight[rows].unsqueeze(1)
                 by_final = final.to(dtype)
-                grads[1][rows] = ((by_final @ matrix) * task.corrected[rows].unsqueeze(1)).to(narrow.dtype)
-                grads[2] += (by_final.T @ small).to(wide.dtype)
+                grads[1][rows] = (times_transposed(by_final, matrix.T) * task.corrected[rows].unsqueeze(1)).to(narrow.dtype)
+                grads[2] += times_transposed(by_final.T, small.T).to(wide.dtype)
                 if share:
                     final += base.mul_(share * weight[rows].unsqueeze(1))
                 if slope is not None:
                     final *= slope
-                grads[0][rows] = (final.to(dtype) @ head).to(hidden.dtype)
+                grads[0][rows] = times_transposed(final.to(dtype), head.T).to(hidden.dtype)
         ctx.grads = grads
         ctx.mark_non_differentiable(weight, losses, base_losses, correct, base_correct)
         total = (1 - share) * torch.dot(losses, weight) + share * torch.dot(base_losses, weight)

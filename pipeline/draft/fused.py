@@ -9,12 +9,23 @@ from torch import nn
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) · weight over the last dimension of `x` [..., H]; the mean square in fp32, the result in the dtype of `x`."""
+    if not torch.is_grad_enabled():  # a Function takes longer to call than these few rows take to norm when decoding
+        return _normed(x, weight, eps)[0]
     out: torch.Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return out
 
 
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and 1 / rms(x) fp32 [..., 1]."""
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
+    inverse = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+    return ((x * inverse).to(x.dtype) * weight).to(x.dtype), inverse
+
+
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) · up."""
+    if not torch.is_grad_enabled():
+        return F.silu(gate).mul_(up)
     out: torch.Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
     return out
 
@@ -40,10 +51,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
-        inverse = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+        out, inverse = _normed(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
-        out: torch.Tensor = ((x * inverse).to(x.dtype) * weight).to(x.dtype)
         return out
 
     @staticmethod

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from pipeline.draft.matmul import times_transposed
 from pipeline.records import TargetBundle
 
 # Logits held at a time, in elements: 32 MiB of fp32.
@@ -19,6 +20,10 @@ CHUNK_LOGITS = 1 << 23
 def rows_at_once(head: torch.Tensor) -> int:
     """How many rows make a chunk, at a head [V, H]."""
     return max(1, CHUNK_LOGITS // head.shape[0])
+
+
+# Channels whose largest value is found at once.
+RUN = 256
 
 
 class SlotLosses(NamedTuple):
@@ -35,7 +40,7 @@ SlotLoss = Callable[[torch.Tensor, slice], SlotLosses]
 
 def head_logits(hidden: torch.Tensor, head: torch.Tensor, bundle: TargetBundle) -> torch.Tensor:
     """The target's logits of `hidden` [..., H] (in the dtype of `head`), fp32 [..., V], scaled and capped as the target does."""
-    logits = (hidden @ head.T).float()
+    logits = times_transposed(hidden, head).float()
     if bundle.output_multiplier != 1.0:
         logits *= bundle.output_multiplier
     if bundle.final_logit_softcapping is not None:
@@ -57,13 +62,32 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
+def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest value of every row of `logits` [M, V], and the first place where it stands, int64, both [M].
+
+    By runs of channels: on a CPU torch finds values alone four times as quickly as values and places.
+    """
+    count, runs = logits.shape[0], logits.shape[1] // RUN
+    if logits.device.type != "cpu" or not runs or not count:
+        return logits.max(dim=1)
+    whole = runs * RUN
+    by_run = logits[:, :whole].view(count, runs, RUN).amax(dim=2)
+    top, run = by_run.max(dim=1)
+    place = run * RUN + logits[:, :whole].view(count, runs, RUN)[torch.arange(count), run].argmax(dim=1)
+    if whole < logits.shape[1]:
+        rest, at = logits[:, whole:].max(dim=1)
+        place = torch.where(rest > top, at + whole, place)
+        top = torch.maximum(top, rest)
+    return top, place
+
+
 def cross_entropy(labels: torch.Tensor) -> SlotLoss:
     """-log p(label), by row; `labels` int64 [M]."""
 
     def loss(logits: torch.Tensor, rows: slice) -> SlotLosses:
         label = labels[rows].unsqueeze(1)
         at_label = logits.gather(1, label)
-        top, best = logits.max(dim=1, keepdim=True)
+        top, best = (found.unsqueeze(1) for found in largest(logits))
         probabilities = torch.softmax(logits, dim=1, out=logits)
         # The likeliest row has p ≥ 1/V, so this logarithm is exact however unlikely the label is.
         losses = (top - probabilities.gather(1, best).log() - at_label).squeeze(1)
@@ -83,8 +107,8 @@ def divergence(kind: Divergence, temperature: float, teacher: Callable[[slice], 
     """
 
     def loss(logits: torch.Tensor, rows: slice) -> SlotLosses:
-        best, theirs = logits.argmax(dim=1), teacher(rows)
-        wanted = theirs.argmax(dim=1)
+        best, theirs = largest(logits)[1], teacher(rows)
+        wanted = largest(theirs)[1]
         log_p, log_q = (torch.log_softmax(x / temperature, dim=1) for x in (theirs, logits))
         if kind == "forward_kl":
             p = log_p.exp()
@@ -140,7 +164,7 @@ class _Head(torch.autograd.Function):
                 if grad is not None:
                     if slope is not None:
                         logits *= slope
-                    grad[rows] = (logits.to(dtype) @ head).to(grad.dtype)
+                    grad[rows] = times_transposed(logits.to(dtype), head.T).to(grad.dtype)
         if grad is not None:
             ctx.save_for_backward(grad, top, tokens)
             ctx.head, ctx.bundle = head, bundle

@@ -15,6 +15,7 @@ from pipeline.draft.attention import Attend
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.fused import RMSNorm, situ
 from pipeline.draft.kimi_config import LatentShape
+from pipeline.draft.matmul import Linear
 from pipeline.draft.qwen3 import Rotation
 
 # Of the latents' norms, whatever `rms_norm_eps` says: K3's own code leaves it at its default.
@@ -26,9 +27,9 @@ class BoundedMLP(nn.Module):
 
     def __init__(self, config: DraftConfig, shape: LatentShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.beta, self.bound = shape.activation_situ_beta, shape.activation_situ_linear_beta
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,17 +45,17 @@ class LatentAttention(nn.Module):
         hidden, heads, query_size = config.hidden_size, config.num_attention_heads, config.key_size
         self.shape, self.heads = shape, heads
         if shape.q_lora_rank is None:
-            self.q_proj = nn.Linear(hidden, heads * query_size, bias=False)
+            self.q_proj = Linear(hidden, heads * query_size, bias=False)
         else:
-            self.q_a_proj = nn.Linear(hidden, shape.q_lora_rank, bias=False)
+            self.q_a_proj = Linear(hidden, shape.q_lora_rank, bias=False)
             self.q_a_layernorm = RMSNorm(shape.q_lora_rank, LATENT_EPS)
-            self.q_b_proj = nn.Linear(shape.q_lora_rank, heads * query_size, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, shape.kv_lora_rank + shape.qk_rope_head_dim, bias=False)
+            self.q_b_proj = Linear(shape.q_lora_rank, heads * query_size, bias=False)
+        self.kv_a_proj_with_mqa = Linear(hidden, shape.kv_lora_rank + shape.qk_rope_head_dim, bias=False)
         self.kv_a_layernorm = RMSNorm(shape.kv_lora_rank, LATENT_EPS)
-        self.kv_b_proj = nn.Linear(shape.kv_lora_rank, heads * (shape.qk_nope_head_dim + shape.v_head_dim), bias=False)
-        self.o_proj = nn.Linear(heads * shape.v_head_dim, hidden, bias=False)
+        self.kv_b_proj = Linear(shape.kv_lora_rank, heads * (shape.qk_nope_head_dim + shape.v_head_dim), bias=False)
+        self.o_proj = Linear(heads * shape.v_head_dim, hidden, bias=False)
         if shape.mla_use_output_gate:
-            self.g_proj = nn.Linear(hidden, heads * shape.v_head_dim, bias=False)
+            self.g_proj = Linear(hidden, heads * shape.v_head_dim, bias=False)
 
     def keys_values(self, x: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         """Of context or block rows x [R, P, H]: keys [R, heads, P, qk_nope + qk_rope], values [R, heads, P, v_head_dim]."""

@@ -11,11 +11,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from pipeline.draft.attention import Attend, attend, plan_tiles
+from pipeline.draft.attend import attend, plan_attention
+from pipeline.draft.attention import Attend
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.fused import RMSNorm
 from pipeline.draft.groups import Place, places, sum_over
 from pipeline.draft.layer import DraftLayer
+from pipeline.draft.matmul import Linear
 from pipeline.draft.qwen3 import rotation
 from pipeline.draft.variants import VARIANTS
 from pipeline.errors import DraftError
@@ -44,7 +46,7 @@ class Draft(nn.Module):
         self.config, self.variant = config, VARIANTS[config.variant]
         if faults := self.variant.faults(config):
             raise DraftError(f"the draft's configuration cannot work: {'; '.join(faults)}")
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(self.variant.layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -96,16 +98,17 @@ class Draft(nn.Module):
         """[R, N, B, H], given the context's keys and values."""
         config, (rows, count) = self.config, batch.anchors.shape
         windows = {config.window(layer) for layer in range(config.num_hidden_layers)}
-        plan = plan_tiles(batch, config.block_size, windows, config.num_attention_heads // config.num_key_value_heads, self.variant.causal)
-        row = torch.arange(rows, device=plan.order.device).unsqueeze(1)
-        at = block_positions(batch, config.block_size)[row, plan.order]
+        group = config.num_attention_heads // config.num_key_value_heads
+        order, seen = plan_attention(batch, config.block_size, windows, group, self.variant.causal, context[0][0].shape[2])
+        row = torch.arange(rows, device=order.device).unsqueeze(1)
+        at = block_positions(batch, config.block_size)[row, order]
 
         def attention(index: int) -> Attend:
-            return lambda query, key, value: attend(query, key, value, context[index], plan.tiles[config.window(index)])
+            return lambda query, key, value: attend(query, key, value, context[index], seen[config.window(index)])
 
-        ordered = block_embeddings[row, plan.order].flatten(1, 2)
+        ordered = block_embeddings[row, order].flatten(1, 2)
         hidden = self.blocks(ordered, at.flatten(1), attention)
-        restored: torch.Tensor = hidden.view(rows, count, config.block_size, -1)[row, plan.order.argsort(dim=1)]
+        restored: torch.Tensor = hidden.view(rows, count, config.block_size, -1)[row, order.argsort(dim=1)]
         return restored
 
     def _layers(self) -> list[DraftLayer]:

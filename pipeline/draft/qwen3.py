@@ -9,6 +9,7 @@ from torch import nn
 from pipeline.draft.attention import Attend
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.fused import RMSNorm, swiglu
+from pipeline.draft.matmul import Linear
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -37,9 +38,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         down: torch.Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
@@ -53,10 +54,10 @@ class Attention(nn.Module):
         super().__init__()
         size, bias = config.head_dim, config.attention_bias
         self.kv_heads, self.head_dim = config.num_key_value_heads, size
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * size, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * size, config.hidden_size, bias=bias)
+        self.q_proj = Linear(config.hidden_size, config.num_attention_heads * size, bias=bias)
+        self.k_proj = Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
+        self.v_proj = Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
+        self.o_proj = Linear(config.num_attention_heads * size, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(size, config.rms_norm_eps)
         self.k_norm = RMSNorm(size, config.rms_norm_eps)
 

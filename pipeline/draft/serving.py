@@ -1,11 +1,13 @@
 """The draft while it serves: it keeps the keys and values of the committed context."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from pipeline.draft.attention import Attend
+from pipeline.draft.matmul import ONEDNN, times_transposed
 from pipeline.draft.model import Draft
 
 
@@ -61,10 +63,26 @@ class Serving:
             if causal or not alike or (window is not None and end > window):
                 mask = _sees(positions, torch.arange(first, end, device=positions.device), window, causal)
                 mask = mask.repeat_interleave(query.shape[3], dim=1).unsqueeze(1)
-            out = F.scaled_dot_product_attention(query.flatten(2, 3), keys, values, attn_mask=mask)
+            out = _attention(query.flatten(2, 3), keys, values, mask)
             return out.reshape(*query.shape[:4], -1)
 
         return attend
+
+
+def _attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Of queries [R, Hkv, Q, D] to keys [R, Hkv, K, D] and values [R, Hkv, K, Dv] where `mask` bool [R, 1, Q, K] is true."""
+    if not ONEDNN or query.device.type != "cpu":
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+    # torch's kernel is made for many queries; for a block's few, plain products are quicker on a CPU.
+    query = query * query.shape[-1] ** -0.5
+    out = query.new_empty(*query.shape[:3], values.shape[-1])
+    for text in range(query.shape[0]):
+        for head in range(query.shape[1]):
+            scores = times_transposed(query[text, head], keys[text, head])
+            if mask is not None:
+                scores.masked_fill_(~mask[text, 0], -math.inf)
+            out[text, head] = times_transposed(scores.softmax(dim=-1), values[text, head].T)
+    return out
 
 
 def _sees(positions: torch.Tensor, rows: torch.Tensor, window: int | None, causal: bool) -> torch.Tensor:

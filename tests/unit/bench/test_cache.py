@@ -10,11 +10,6 @@ from stages.bench import main
 from tests.support import caches
 
 
-@pytest.fixture(scope="module")
-def small_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return caches.write_cache(tmp_path_factory.mktemp("cache") / "c", caches.small_shards(), caches.manifest())
-
-
 def test_sizes_are_those_of_caches_and_every_rate_is_there(small_cache: Path) -> None:
     found = bench_cache(small_cache, 10**9)
     lengths = [length for shard in caches.SHARDS for length in shard]

@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.draft import attend as backends
 from pipeline.draft import attention
-from pipeline.draft.attention import attend, plan_tiles, visible
+from pipeline.draft.attend import attend
+from pipeline.draft.attend_flex import flex_mask
+from pipeline.draft.attention import plan_tiles, sort_blocks, visible
 from pipeline.records import DraftBatch
 from tests.support.drafts import any_batch, small_config
 
@@ -47,7 +50,7 @@ def test_visible_key_by_key(shape: dict[str, int]) -> None:
             assert set(mask[row, 0, block * size + slot].nonzero().flatten().tolist()) == expected
 
 
-@pytest.mark.parametrize("backend", [attend, attention._portable])
+@pytest.mark.parametrize("backend", [attend, backends._portable])
 @settings(max_examples=25, deadline=None)
 @given(
     shape=shapes,
@@ -105,6 +108,13 @@ def test_long_contexts_cross_the_kernels_passes() -> None:
         dense = F.scaled_dot_product_attention(query[:, 0].transpose(1, 2), keys, values, attn_mask=mask).transpose(1, 2)[:, None]
         torch.testing.assert_close(attend(query, key, value, (context_key, context_value), plan.tiles[window]), dense, rtol=1e-5, atol=1e-5)
         half = [x.bfloat16() for x in (query, key, value, context_key, context_value)]
+        wild = [torch.where(torch.arange(160)[:, None, None] % 5 == 0, 300 * query, query), key, value]
+        scores = torch.einsum("rhqgd,rhkd->rhgqk", wild[0].double(), torch.cat((context_key, key), dim=2).double()) / 8**0.5
+        assert float(scores.masked_fill(~mask.unsqueeze(2), 0.0).amax()) > 200  # whose exponentials no float32 holds
+        shares = scores.masked_fill(~mask.unsqueeze(2), float("-inf")).softmax(-1)
+        exact = torch.einsum("rhgqk,rhkd->rhqgd", shares, torch.cat((context_value, value), dim=2).double())
+        found = attend(wild[0], key, value, (context_key, context_value), plan.tiles[window])
+        torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-4)
         rounded = attend(half[0], half[1], half[2], (half[3], half[4]), plan.tiles[window])
         torch.testing.assert_close(rounded.float(), dense, rtol=0.05, atol=0.03)
 
@@ -129,3 +139,53 @@ def test_tiles_read_no_keys_of_other_documents(shape: dict[str, int], tile_queri
         read = [key for first, end in (tile.shared, tile.rest) for key in range(first, end)]
         assert len(read) == len(set(read))
         assert set(read) <= set(range(start, last))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@settings(max_examples=15, deadline=None)
+@given(shape=shapes, heads=st.sampled_from([(1, 1), (1, 3), (2, 2)]), causal=st.booleans())
+def test_flex_attention_agrees_with_the_tiles(shape: dict[str, int], heads: tuple[int, int], causal: bool) -> None:
+    """Forward alone: flex_attention has no backward on a CPU, and is compiled on a GPU only."""
+    batch, size, window = batch_of(shape), shape["block_size"], shape["window"]
+    (kv_heads, group), (rows, blocks), tokens = heads, batch.anchors.shape, batch.input_ids.shape[1]
+    generator = torch.Generator().manual_seed(shape["seed"])
+    query = torch.randn(rows, kv_heads, blocks * size, group, 8, generator=generator)
+    key, value = torch.randn(2, rows, kv_heads, blocks * size, 8, generator=generator)
+    context = torch.randn(2, rows, kv_heads, tokens, 8, generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        found = []
+        for devices in (frozenset({"cpu"}), frozenset[str]()):
+            patch.setattr(backends, "FLEX_DEVICES", devices)
+            order, seen = backends.plan_attention(batch, size, {window}, group, causal, tokens)
+            with torch.no_grad():
+                found.append((order, attend(query, key, value, (context[0], context[1]), seen[window])))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "blocks", "size", "window"), [(700, 70, 10, None), (700, 40, 16, 300), (300, 64, 4, None)])
+def test_tiles_that_flex_attention_skips(tokens: int, blocks: int, size: int, window: int | None) -> None:
+    """What is left out is seen by no slot, what is taken whole is seen by all, and nothing is in both lists."""
+    batch = any_batch(1, small_config(block_size=size), rows=2, tokens=tokens, blocks=blocks, packed=True)
+    found = flex_mask(batch, size, window, False, tokens)
+    order = sort_blocks(batch)[0]
+    slots = (order.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
+    dense = visible(batch, size, window)[:, 0]
+    dense = torch.stack([rows[at] for rows, at in zip(dense, slots, strict=True)])
+    own = torch.stack([rows[:, tokens:][:, at] for rows, at in zip(dense, slots, strict=True)])
+    whole = torch.cat((F.pad(dense[..., :tokens], (0, found.context - tokens)), own), dim=-1)
+    queries, keys = whole.shape[1:]
+    padded = F.pad(whole, (0, -keys % 128, 0, -queries % 128)).view(2, -(-queries // 128), 128, -(-keys // 128), 128)
+    some, count = padded.any(dim=4).any(dim=2), padded.sum(dim=(2, 4))
+    mask = found.mask
+    for row in range(2):
+        for tile in range(some.shape[1]):
+            partial, full = (
+                set(indices[row, 0, tile, : int(number[row, 0, tile])].tolist())
+                for indices, number in ((mask.kv_indices, mask.kv_num_blocks), (mask.full_kv_indices, mask.full_kv_num_blocks))
+                if indices is not None and number is not None
+            )
+            assert not partial & full
+            assert partial | full == set(some[row, tile].nonzero().flatten().tolist())
+            real = min(128, queries - 128 * tile)
+            assert all(int(count[row, tile, key]) == real * 128 for key in full)

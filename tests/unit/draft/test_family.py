@@ -101,6 +101,7 @@ def test_no_tensor_holds_all_slots_of_the_vocabulary(draft: str, name: str, monk
     """Nor the teacher's logits at all positions: nothing is larger than a chunk, or than the head."""
     vocab, tokens, blocks = 4000, 400, 150
     monkeypatch.setattr(head, "CHUNK_LOGITS", 40_000)
+    monkeypatch.setattr(attention, "TILE_QUERIES", 128)
     model, section = family_draft(draft, vocab_size=vocab), section_of(name)
     batch = family_batch(3, model.config, section, rows=1, tokens=tokens, blocks=blocks)
     generator = torch.Generator().manual_seed(1)

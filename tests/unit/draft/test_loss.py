@@ -230,10 +230,21 @@ def test_neither_logits_nor_masks_ever_exist_for_all_slots(monkeypatch: pytest.M
     draft, bundle, batch = lively_draft(config), bundle_of(vocab=5000), any_batch(9, config, rows=1, tokens=600, blocks=400)
     slots = 400 * 3
     monkeypatch.setattr(head, "CHUNK_LOGITS", 50_000)
+    monkeypatch.setattr(attention, "TILE_QUERIES", 256)
     with Largest() as largest:
         torch.autograd.backward(objective(draft, bundle, batch, ObjectiveSection()).numerator)
     tile = attention.TILE_QUERIES * (600 + attention.TILE_QUERIES)
     assert largest.numel <= max(50_000, bundle.head.numel(), slots * config.intermediate_size, tile) < slots * 600
+
+
+@pytest.mark.parametrize("vocab", [30, head.RUN, head.RUN + 1, 700, 5 * head.RUN])
+def test_the_largest_of_many_is_the_first_of_equals(vocab: int) -> None:
+    logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(0)).mul(2).round()
+    logits[0], logits[1, -1] = 0.5, 99.0
+    top, place = head.largest(logits)
+    assert torch.equal(top, logits.amax(dim=1))
+    assert torch.equal(place, logits.argmax(dim=1))
+    assert head.largest(logits[:0])[1].shape == (0,)
 
 
 def test_labels_stay_inside_the_anchors_document() -> None:
