@@ -138,8 +138,9 @@ def check_usable(totals: Totals, template_name: str, folder: Path) -> None:
             f"{totals.reasons()}. {listed} Choose another template or other arguments in model.target, "
             f"or put generation marks into the template."
         )
-    hint = " Files whose lines are no JSON objects need `type` in their entry of input_cfg: json, parquet, text, …."
-    raise CorpusError(f"none of {totals.rows} rows gave a sample: {totals.reasons()}. {listed}{hint if totals.dropped[BROKEN] else ''}")
+    hint = "Files whose lines are no JSON objects need `type` in their entry of input_cfg: json, parquet, text, …. "
+    advice = hint if 2 * totals.dropped[BROKEN] > totals.rows else ""
+    raise CorpusError(f"none of {totals.rows} rows gave a sample: {totals.reasons()}. {advice}{listed}")
 
 
 def write_samples(parts: Sequence[tuple[Part, Path]], choice: Choice, folder: Path) -> dict[str, Any]:

@@ -90,13 +90,19 @@ def find_sources(sets: Mapping[str, Sequence[InputSection]]) -> list[Source]:
         for given in inputs:
             found += [(split, entry, given, path, files) for path, files in _match(given)]
             entry += 1
-    names, ordinals = Counter(path.name for _, _, _, path, _ in found), Counter[str]()
+    called = [as_text(path.name) for _, _, _, path, _ in found]
+    names, ordinals = Counter(called), Counter[str]()
     sources = []
     for i, (split, number, given, path, files) in enumerate(found):
-        name = path.name if names[path.name] == 1 else f"{i}:{path.name}"
+        name = called[i] if names[called[i]] == 1 else f"{i}:{called[i]}"
         sources.append(Source(ordinals[split], name, path, split, given, number, files))
         ordinals[split] += 1
     return sources
+
+
+def as_text(name: str | Path) -> str:
+    """The name of a file, which need not be valid text, as one that can be written down."""
+    return str(name).encode("utf-8", "backslashreplace").decode()
 
 
 def divide_all(sources: Iterable[Source]) -> Iterator[Part]:

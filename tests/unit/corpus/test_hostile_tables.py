@@ -1,6 +1,7 @@
 """Tables and paths that are not as they should be: a row costs itself, a file is named with what is wrong."""
 
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -70,6 +71,11 @@ def test_whatever_is_broken_in_a_parquet_file_names_it_or_costs_rows(tmp_path: P
 def test_a_path_that_can_be_none_says_so(path: str) -> None:
     with pytest.raises(CorpusError, match="Check the path in input_cfg"):
         list(read_rows([InputSection(path=path)]))
+
+
+def test_a_file_whose_name_is_no_text_is_read(tiny_target: Path, tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_text(json.dumps({"messages": CHAT}))
+    assert prepare(config_of(tiny_target, tmp_path / "p", tmp_path / "*.jsonl")).sample(0).source == "caf\\udce9.jsonl"
 
 
 def test_a_file_of_another_type_is_hinted_at(tiny_target: Path, tmp_path: Path) -> None:

@@ -105,6 +105,12 @@ def test_a_full_disk_is_an_error_that_can_be_mended(tmp_path: Path) -> None:
         journal.append([Ended(0, "done", {"messages": []})])
 
 
+def test_when_nothing_is_answered_an_example_says_why(tmp_path: Path) -> None:
+    login: Behaviour = lambda body, before: Reply(200, b"<html>log in</html>")  # noqa: E731
+    with FaultServer(login).running() as server, pytest.raises(RegenerateError, match=r"such as chats\.jsonl row 0: .*<html>log in"):
+        _run(tmp_path, [chat("one")], server, max_retries=0)
+
+
 def test_no_row_at_all_is_said_plainly(tmp_path: Path) -> None:
     with FaultServer(echo).running() as server, pytest.raises(RegenerateError, match="holds no row"):
         _run(tmp_path, [], server)
