@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipeline.corpus.messages import Message
 from pipeline.errors import ConfigError, TemplateError
 
-MASK_RULES = 1  # raise it when the same chat and template would get another mask
+MASK_RULES = 2  # raise it when the same chat and template would get another mask
 
 DATE = "strftime_now"
 """The template argument with the date of templates that write today's."""

@@ -291,7 +291,7 @@ def test_rules_at_their_defaults_are_no_part_of_the_identity(tiny_target: Path, 
     assert list(corpus.samples_fields) == sorted(
         ["mask_rules", "min_supervised_tokens", "heldout_fraction", "validation_sets", "loss_masks", "splits"]
     )
-    assert corpus.samples_fields["mask_rules"] == 1
+    assert corpus.samples_fields["mask_rules"] == 2
     rules: dict[str, Any] = {
         "too_long": "drop",
         "drop_duplicates": True,
