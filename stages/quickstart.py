@@ -22,8 +22,8 @@ UNTRAINED, FAST = RUN / "untrained", RUN / "bfloat16"
 ANSWER_CONFIG = "configs/regenerate/quickstart.yaml"
 CAPTURE_CONFIG, TRAIN_CONFIG = "configs/capture/quickstart.yaml", "configs/train/quickstart.yaml"
 RATES = ("served_acceptance_length", "tokens_per_second_plain", "tokens_per_second_served")
-UNSEEN_EVERY = 9
-"""Each ninth prompt is kept for evaluation; the kinds of prompts lie together in the file, so each kind is in both parts."""
+UNSEEN_EVERY = 18
+"""Each eighteenth prompt is kept for evaluation; the kinds of prompts lie together in the file, so each kind is in both parts."""
 UNTRAINED_PROMPTS = 2
 """An untrained draft decodes one token a step, slower than the target alone: a few prompts show it."""
 
