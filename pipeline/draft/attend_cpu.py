@@ -20,8 +20,9 @@ from torch.autograd.function import once_differentiable
 from pipeline.draft.attention import Tile
 from pipeline.draft.matmul import times_transposed
 
-# Widths of products are multiples of it: oneDNN makes a program for every shape that it meets.
-ROUND_KEYS = 64
+# Context rows of a product are multiples of the one, for oneDNN makes a program for every shape that it meets, and at most the other, so
+# that scores stay in the cache between products.
+ROUND_KEYS, MOST_KEYS = 64, 1024
 # Σ 2^(s - r) may not be larger.
 LARGEST_SUM = 2.0**64
 
@@ -88,7 +89,7 @@ class _CpuTiles(torch.autograd.Function):
             d_scores = times_transposed(parts.context_value[seen], grad[queries], -delta[queries], shares).to(query.dtype)
             d_context_key[seen] += times_transposed(d_scores, narrow_query[queries].T)
             columns = (*queries[:2], slice(None), queries[2])
-            d_query_of_context[columns] = times_transposed(keys[(*seen[:2], slice(None), seen[2])], d_scores.T)
+            d_query_of_context[columns] += times_transposed(keys[(*seen[:2], slice(None), seen[2])], d_scores.T)
         d_query += d_query_of_context.mT
         # Queries carry log2(e) / sqrt(D); what is left of it for keys is 1 / log2(e).
         found = (
@@ -137,19 +138,19 @@ class _Parts:
         return scores.flatten(2, 3)
 
     def places(self) -> Iterator[tuple[_Place, _Place, Tile]]:
-        """By tile with a context and by KV head, which queries there are and which context rows are read for them."""
+        """By tile, KV head and some of the context rows that the tile sees, which queries there are and which rows are read for them."""
         for tile in self.tiles:
-            first, last = tile.context
-            if first < last:
-                last = min(self.context_key.shape[2], first + -(-(last - first) // ROUND_KEYS) * ROUND_KEYS)
+            queries = slice(tile.slots[0] * self.group, tile.slots[1] * self.group)
+            for first in range(*tile.context, MOST_KEYS):
+                size = min(MOST_KEYS, -(-(tile.context[1] - first) // ROUND_KEYS) * ROUND_KEYS)
+                rows = slice(first, min(first + size, self.context_key.shape[2]))
                 for head in range(self.key.shape[1]):
-                    queries = slice(tile.slots[0] * self.group, tile.slots[1] * self.group)
-                    yield (tile.row, head, queries), (tile.row, head, slice(first, last)), tile
+                    yield (tile.row, head, queries), (tile.row, head, rows), tile
 
     def powers(self, queries: _Place, seen: _Place, tile: Tile, reference: torch.Tensor) -> torch.Tensor:
         """2^(scores - reference), 0 where a slot does not see a row: [context rows, queries]. `reference` [R, Hkv, Q]."""
         powers = times_transposed(self.context_key[seen], self.query[queries], -reference[queries]).exp2_()
-        return self._hide(powers, tile, 0.0)
+        return self._hide(powers, seen[2], tile, 0.0)
 
     def context_sums(self, reference: torch.Tensor) -> torch.Tensor:
         """Σ 2^(scores - reference)·value over the context, and below it Σ 2^(scores - reference): [R, Hkv, Dv + 1, Q]."""
@@ -157,7 +158,7 @@ class _Parts:
         sums: torch.Tensor = self.query.new_zeros(*values.shape[:3], self.query.shape[2])
         for queries, seen, tile in self.places():
             powers = self.powers(queries, seen, tile, reference)
-            sums[(*queries[:2], slice(None), queries[2])] = times_transposed(values[(*seen[:2], slice(None), seen[2])], powers.T)
+            sums[(*queries[:2], slice(None), queries[2])] += times_transposed(values[(*seen[:2], slice(None), seen[2])], powers.T)
         return sums
 
     def context_maxima(self) -> torch.Tensor:
@@ -165,16 +166,17 @@ class _Parts:
         maxima: torch.Tensor = self.query.new_full(self.query.shape[:3], -math.inf)
         for queries, seen, tile in self.places():
             scores = times_transposed(self.context_key[seen], self.query[queries])
-            maxima[queries] = self._hide(scores, tile, -math.inf).amax(dim=0)
+            maxima[queries] = torch.maximum(maxima[queries], self._hide(scores, seen[2], tile, -math.inf).amax(dim=0))
         return maxima
 
-    def _hide(self, x: torch.Tensor, tile: Tile, by: float) -> torch.Tensor:
+    def _hide(self, x: torch.Tensor, rows: slice, tile: Tile, by: float) -> torch.Tensor:
         """`x` [context rows, queries] of a tile, in place, with `by` where a slot does not see a row."""
-        if tile.rest[0] < tile.rest[1]:
-            start = tile.rest[0] - tile.context[0]
-            rest = x[start : start + tile.rest[1] - tile.rest[0]].view(tile.rest[1] - tile.rest[0], -1, self.group)
-            rest.masked_fill_(~tile.mask[:, len(tile.mask) :].T.unsqueeze(-1), by)
-        x[tile.context[1] - tile.context[0] :] = by
+        first, last = max(tile.rest[0], rows.start), min(tile.rest[1], rows.stop)
+        if first < last:
+            hidden = ~tile.mask[:, len(tile.mask) + first - tile.rest[0] : len(tile.mask) + last - tile.rest[0]].T
+            some = x[first - rows.start : last - rows.start]
+            some.view(last - first, -1, self.group).masked_fill_(hidden.unsqueeze(-1), by)
+        x[max(0, tile.context[1] - rows.start) :] = by
         return x
 
 

@@ -13,7 +13,7 @@ Place = tuple[slice, slice]
 """Rows and blocks of a batch."""
 
 # Slots that run together: on a CPU about what its caches hold, elsewhere enough to fill the device.
-CPU_SLOTS, DEVICE_SLOTS = 512, 8192
+CPU_SLOTS, DEVICE_SLOTS = 1024, 8192
 
 
 def places(valid: torch.Tensor, block_size: int) -> list[Place]:

@@ -152,7 +152,8 @@ class _Head(torch.autograd.Function):
         losses, top = (torch.empty(shape, dtype=torch.float32, device=hidden.device) for shape in ((count,), (count, top_k)))
         best, wanted = torch.empty(2, count, dtype=torch.int64, device=hidden.device)
         tokens = torch.empty(count, top_k, dtype=torch.int64, device=hidden.device)
-        size = rows_at_once(head)
+        chunks = -(-count // rows_at_once(head)) or 1
+        size = -(-count // chunks) or 1  # equal chunks: products of one shape, and none of a few rows
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, count, size):
                 rows = slice(start, start + size)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.draft import attend as backends
-from pipeline.draft import attention
+from pipeline.draft import attend_cpu, attention
 from pipeline.draft.attend import attend
 from pipeline.draft.attend_flex import flex_mask
 from pipeline.draft.attention import plan_tiles, sort_blocks, visible
@@ -56,10 +56,16 @@ def test_visible_key_by_key(shape: dict[str, int]) -> None:
     shape=shapes,
     heads=st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]),
     tile_queries=st.sampled_from([1, 12, 256]),
+    at_once=st.sampled_from([(1, 3), (4, 8), (64, 1024)]),
     value_size=st.sampled_from([5, 8, 11]),
 )
 def test_tiles_agree_with_the_dense_mask(
-    backend: Callable[..., torch.Tensor], shape: dict[str, int], heads: tuple[int, int], tile_queries: int, value_size: int
+    backend: Callable[..., torch.Tensor],
+    shape: dict[str, int],
+    heads: tuple[int, int],
+    tile_queries: int,
+    value_size: int,
+    at_once: tuple[int, int],
 ) -> None:
     batch, size, window = batch_of(shape), shape["block_size"], shape["window"]
     (kv_heads, group), head_dim, (rows, blocks) = heads, 8, batch.anchors.shape
@@ -83,16 +89,19 @@ def test_tiles_agree_with_the_dense_mask(
     order = (plan.order.unsqueeze(-1) * size + torch.arange(size)).flatten(1)  # slots in the plan's order
     sort = torch.arange(rows).unsqueeze(1), order
     in_order = [query.transpose(1, 2)[sort].transpose(1, 2), *(x.transpose(1, 2)[sort].transpose(1, 2) for x in own)]
-    tiled = backend(*in_order, (context[0], context[1]), plan.tiles[window])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend_cpu, "ROUND_KEYS", at_once[0])
+        patch.setattr(attend_cpu, "MOST_KEYS", at_once[1])
+        tiled = backend(*in_order, (context[0], context[1]), plan.tiles[window])
+        found = torch.autograd.grad((tiled * weight.transpose(1, 2)[sort].transpose(1, 2)).sum(), inputs)
     wanted = dense.transpose(1, 2)[sort].transpose(1, 2)
     torch.testing.assert_close(tiled, wanted, rtol=1e-5, atol=1e-5)
-    found = torch.autograd.grad((tiled * weight.transpose(1, 2)[sort].transpose(1, 2)).sum(), inputs)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
 
 
 def test_long_contexts_cross_the_kernels_passes() -> None:
-    """The CPU kernel takes keys 512 at a time: joins and masks must hold across them, in float32 and bfloat16."""
+    """Masks and sums must hold across the rows that are taken at once, in float32 and bfloat16, and for very large scores."""
     config = small_config(block_size=4)
     batch = any_batch(3, config, rows=1, tokens=1700, blocks=40, packed=True)
     for window in (None, 900):
