@@ -7,7 +7,8 @@ larger that e would overflow, all is done again with the true maxima.
 
 Scores of a tile are held as [context rows, queries]: subtracting r, and in the backward pass the log-sum-exp, is then a bias that the
 product adds by itself, and a row of ones under the values makes Σ e one more row of the second product. Own slots are
-products of whole blocks. Nothing is kept for the backward pass but the inputs, the output and one number a query.
+products of whole blocks. What is kept for the backward pass are the inputs, the output, two numbers a query, and as many of the e as fit
+into a budget; the others are computed again.
 """
 
 import math
@@ -23,6 +24,8 @@ from pipeline.draft.matmul import times_transposed
 # Context rows of a product are multiples of the one, for oneDNN makes a program for every shape that it meets, and at most the other, so
 # that scores stay in the cache between products.
 ROUND_KEYS, MOST_KEYS = 64, 1024
+# Of the e of one layer and group of blocks, how many are kept: 128 MiB.
+KEPT = 1 << 25
 # Σ 2^(s - r) may not be larger.
 LARGEST_SUM = 2.0**64
 
@@ -32,7 +35,8 @@ def attend_cpu(
 ) -> torch.Tensor:
     """As `attend`. Computed in float32 where the inputs are narrower, by autocast or by themselves."""
     with torch.autocast("cpu", enabled=False):
-        result: torch.Tensor = _CpuTiles.apply(query, key, value, *context, tiles)  # type: ignore[no-untyped-call]
+        room = KEPT if torch.is_grad_enabled() else 0
+        result: torch.Tensor = _CpuTiles.apply(query, key, value, *context, (tiles, room))  # type: ignore[no-untyped-call]
     return result
 
 
@@ -45,33 +49,35 @@ class _CpuTiles(torch.autograd.Function):
         value: torch.Tensor,
         context_key: torch.Tensor,
         context_value: torch.Tensor,
-        tiles: tuple[Tile, ...],
+        plan: tuple[tuple[Tile, ...], int],
     ) -> torch.Tensor:
+        tiles, room = plan
         parts = _Parts(query, key, value, context_key, context_value, tiles)
         scores = parts.own_scores()
         reference = scores.amax(dim=-1)
-        sums = parts.context_sums(reference)
+        sums, kept = parts.context_sums(reference, room)
         if not bool((sums[..., -1, :] < LARGEST_SUM).all()):
             reference = torch.maximum(reference, parts.context_maxima())
-            sums = parts.context_sums(reference)
+            sums, kept = parts.context_sums(reference, room)
         own = scores.sub_(reference.unsqueeze(-1)).exp2_()
         total = sums[..., -1, :] + own.sum(dim=-1)
         out = sums[..., :-1, :].mT + (parts.by_block(own) @ parts.by_block(parts.value)).flatten(2, 3)
         out /= total.unsqueeze(-1)
-        ctx.save_for_backward(query, key, value, context_key, context_value, out, total.log2_().add_(reference))
-        ctx.tiles = tiles
+        ctx.save_for_backward(query, key, value, context_key, context_value, out, total, reference)
+        ctx.tiles, ctx.kept = tiles, kept
         return out.view(*query.shape[:-1], -1).to(query.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, context_key, context_value, out, lse = ctx.saved_tensors
-        inputs = (query, key, value, context_key, context_value)
-        parts = _Parts(*inputs, ctx.tiles)
-        grad = _wide(grad).flatten(2, 3).contiguous()
+        query, key, value, context_key, context_value, out, total, reference = ctx.saved_tensors
+        inputs, kept = (query, key, value, context_key, context_value), ctx.kept
+        parts, ctx.kept = _Parts(*inputs, ctx.tiles), []
+        # With shares e / Σ e, all that is formed of shares and gradients is formed of e and gradients / Σ e.
+        grad = _wide(grad).flatten(2, 3) / total.unsqueeze(-1)
         delta = (grad * out).sum(dim=-1)
         # Own slots, block by block.
-        own = parts.own_scores().sub_(lse.unsqueeze(-1)).exp2_()
+        own = parts.own_scores().sub_(reference.unsqueeze(-1)).exp2_()
         blocks, by_out = parts.by_block(own), parts.by_block(grad)
         d_value = (blocks.mT @ by_out).flatten(2, 3)
         d_scores = (by_out @ parts.by_block(parts.value).mT).sub_(parts.by_block(delta.unsqueeze(-1))).mul_(blocks)
@@ -83,10 +89,10 @@ class _CpuTiles(torch.autograd.Function):
         d_query_of_context = torch.zeros_like(parts.query.mT, memory_format=torch.contiguous_format)
         # What is summed up over queries or rows is multiplied in the dtype of the inputs, as torch's own kernels do.
         narrow_grad, narrow_query = grad.to(query.dtype), parts.query.to(query.dtype)
-        for queries, seen, tile in parts.places():
-            shares = parts.powers(queries, seen, tile, lse)
-            d_context_value[seen] += times_transposed(shares.to(query.dtype), narrow_grad[queries].T)
-            d_scores = times_transposed(parts.context_value[seen], grad[queries], -delta[queries], shares).to(query.dtype)
+        for number, (queries, seen, tile) in enumerate(parts.places()):
+            powers = kept[number] if number < len(kept) else parts.powers(queries, seen, tile, reference)
+            d_context_value[seen] += times_transposed(powers.to(query.dtype), narrow_grad[queries].T)
+            d_scores = times_transposed(parts.context_value[seen], grad[queries], -delta[queries], powers).to(query.dtype)
             d_context_key[seen] += times_transposed(d_scores, narrow_query[queries].T)
             columns = (*queries[:2], slice(None), queries[2])
             d_query_of_context[columns] += times_transposed(keys[(*seen[:2], slice(None), seen[2])], d_scores.T)
@@ -152,14 +158,19 @@ class _Parts:
         powers = times_transposed(self.context_key[seen], self.query[queries], -reference[queries]).exp2_()
         return self._hide(powers, seen[2], tile, 0.0)
 
-    def context_sums(self, reference: torch.Tensor) -> torch.Tensor:
-        """Σ 2^(scores - reference)·value over the context, and below it Σ 2^(scores - reference): [R, Hkv, Dv + 1, Q]."""
+    def context_sums(self, reference: torch.Tensor, room: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Σ 2^(scores - reference)·value over the context, and below it Σ 2^(scores - reference): [R, Hkv, Dv + 1, Q]; and the powers of
+        the first `places`, as many as have room."""
         values = torch.cat((self.context_value, torch.ones_like(self.context_value[..., :1])), dim=-1).mT.contiguous()
         sums: torch.Tensor = self.query.new_zeros(*values.shape[:3], self.query.shape[2])
+        kept = []
         for queries, seen, tile in self.places():
             powers = self.powers(queries, seen, tile, reference)
             sums[(*queries[:2], slice(None), queries[2])] += times_transposed(values[(*seen[:2], slice(None), seen[2])], powers.T)
-        return sums
+            room -= powers.numel()
+            if room >= 0:
+                kept.append(powers)
+        return sums, kept
 
     def context_maxima(self) -> torch.Tensor:
         """The largest score of every query in its context, [R, Hkv, Q]; -inf where it sees none."""

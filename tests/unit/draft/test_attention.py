@@ -56,7 +56,7 @@ def test_visible_key_by_key(shape: dict[str, int]) -> None:
     shape=shapes,
     heads=st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]),
     tile_queries=st.sampled_from([1, 12, 256]),
-    at_once=st.sampled_from([(1, 3), (4, 8), (64, 1024)]),
+    at_once=st.sampled_from([(1, 3, 0), (4, 8, 400), (64, 1024, 10**6)]),
     value_size=st.sampled_from([5, 8, 11]),
 )
 def test_tiles_agree_with_the_dense_mask(
@@ -65,7 +65,7 @@ def test_tiles_agree_with_the_dense_mask(
     heads: tuple[int, int],
     tile_queries: int,
     value_size: int,
-    at_once: tuple[int, int],
+    at_once: tuple[int, int, int],
 ) -> None:
     batch, size, window = batch_of(shape), shape["block_size"], shape["window"]
     (kv_heads, group), head_dim, (rows, blocks) = heads, 8, batch.anchors.shape
@@ -92,6 +92,7 @@ def test_tiles_agree_with_the_dense_mask(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attend_cpu, "ROUND_KEYS", at_once[0])
         patch.setattr(attend_cpu, "MOST_KEYS", at_once[1])
+        patch.setattr(attend_cpu, "KEPT", at_once[2])
         tiled = backend(*in_order, (context[0], context[1]), plan.tiles[window])
         found = torch.autograd.grad((tiled * weight.transpose(1, 2)[sort].transpose(1, 2)).sum(), inputs)
     wanted = dense.transpose(1, 2)[sort].transpose(1, 2)
