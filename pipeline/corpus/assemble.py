@@ -22,6 +22,7 @@ from pipeline.corpus.duplicates import DUPLICATE, Choice, batches, rows_of
 from pipeline.corpus.parts import piece_id, place_id, read_account
 from pipeline.corpus.places import NOT_LOCATED
 from pipeline.corpus.prepared import DROPPED_FILE, SAMPLES_FILE
+from pipeline.corpus.rows import BROKEN
 from pipeline.corpus.samples import SPECIAL
 from pipeline.corpus.schema import PART, SAMPLES
 from pipeline.corpus.select import NO_SUPERVISED, TOO_FEW, TRAIN
@@ -137,7 +138,9 @@ def check_usable(totals: Totals, template_name: str, folder: Path) -> None:
             f"{totals.reasons()}. {listed} Choose another template or other arguments in model.target, "
             f"or put generation marks into the template."
         )
-    raise CorpusError(f"none of {totals.rows} rows gave a sample: {totals.reasons()}. {listed}")
+    hint = "Files whose lines are no JSON objects need `type` in their entry of input_cfg: json, parquet, text, …. "
+    advice = hint if 2 * totals.dropped[BROKEN] > totals.rows else ""
+    raise CorpusError(f"none of {totals.rows} rows gave a sample: {totals.reasons()}. {advice}{listed}")
 
 
 def write_samples(parts: Sequence[tuple[Part, Path]], choice: Choice, folder: Path) -> dict[str, Any]:

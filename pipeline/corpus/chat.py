@@ -18,7 +18,20 @@ from numpy.typing import NDArray
 
 from pipeline.config.schema import TargetSection
 from pipeline.corpus.messages import Message, Unusable, shown
-from pipeline.corpus.places import END_THINK, ONLY_THINK, THINK, Place, Places, find_places, marked_places, without_reasoning
+from pipeline.corpus.places import (
+    END_THINK,
+    ONLY_THINK,
+    THINK,
+    THINKING_CUT,
+    Place,
+    Places,
+    answers_of,
+    closed_for_it,
+    find_places,
+    marked_places,
+    without_end,
+    without_reasoning,
+)
 from pipeline.corpus.turns import MASK_RULES, Shape, Template, Tools, open_template
 from pipeline.errors import ConfigError, TargetError, TemplateError
 
@@ -58,7 +71,7 @@ class Rendered:
 def load_tokenizer(section: TargetSection) -> Any:
     """The target's fast tokenizer, with the template of `section.chat_template` in place of its own where one is given.
 
-    Raises `TargetError` when there is no tokenizer or only a slow one, `TemplateError` when there is no chat template.
+    Raises `TargetError` when there is no tokenizer or only a slow one, `TemplateError` when that file cannot be read.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - it brings torch, which workers do without
 
@@ -84,8 +97,6 @@ def load_tokenizer(section: TargetSection) -> Any:
             tokenizer.chat_template = Path(section.chat_template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TemplateError(f"model.target.chat_template {section.chat_template} cannot be read: {error}") from error
-    if not tokenizer.chat_template:
-        raise TemplateError(f"the tokenizer of {section.path} has no chat template; name a file with one in model.target.chat_template.")
     return tokenizer
 
 
@@ -103,8 +114,12 @@ def load_saved_tokenizer(folder: Path) -> Any:
 def read_template(tokenizer: Any, arguments: Mapping[str, Any]) -> Template:
     """Try the chat template on plain chats, and see how it opens and ends an answer.
 
-    Raises `ConfigError` for an argument that is not the template's, `TemplateError` for a template that renders no chat.
+    Raises `ConfigError` for an argument that is not the template's, `TemplateError` for one that renders no chat or is not there.
     """
+    if not tokenizer.chat_template:
+        raise TemplateError(
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template; name a file with one in model.target.chat_template."
+        )
     own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"kwargs"}
     if taken := sorted(own & arguments.keys()):
         raise ConfigError(
@@ -241,7 +256,10 @@ def render(
         return Unusable(TEMPLATE_ERROR, f"{type(error).__name__}: {shown(str(error))}")
     places = found.places
     if cut_short and places:
-        places = (*places[:-1], replace(places[-1], end=places[-1].text_end))
+        answer = messages[answers_of(messages)[-1]]
+        if closed_for_it(template.shape.think, answer, found.whole[places[-1].start : places[-1].text_end]):
+            return Unusable(THINKING_CUT, "the chat template closes a think block before it, which the target did not")
+        places = (*places[:-1], without_end(places[-1], answer, found.whole))
     if supervision.mask_reasoning:
         places = without_reasoning(template, found.whole, places)
     return Rendered(encoded.input_ids, _spans(places, encoded.starts), found.last_turn_only, found.after_prompt)

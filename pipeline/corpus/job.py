@@ -14,6 +14,7 @@ from pipeline.corpus.samples import Reader, Rules
 from pipeline.corpus.schema import FORMAT_VERSION
 from pipeline.corpus.select import TRAIN
 from pipeline.corpus.sources import PART_BYTES, PART_ROWS, Part, Source, divide_all, find_sources
+from pipeline.corpus.turns import open_template, template_text
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,6 @@ def plan(config: Config) -> Job:
     """Find the sources, divide them into parts, try the template and take the fingerprint. Writes nothing."""
     data, target = config.data, config.model.target
     reader = reader_of(config)
-    if not reader.template.shape.end and not reader.template.marked:
-        log.warning("the chat template ends an answer with no special token of this tokenizer, so no end token is supervised")
     sources = find_sources(input_sets(data))
     parts = list(divide_all(sources))
     rules = reader.rules
@@ -87,7 +86,7 @@ def input_sets(data: DataSection) -> dict[str, Sequence[InputSection]]:
 
 
 def reader_of(config: Config) -> Reader:
-    """The target's template, tried, and the rules that `data` sets."""
+    """The target's template, tried unless no source holds chats, and the rules that `data` sets."""
     data, target = config.data, config.model.target
     rules = Rules(
         max_tokens=data.max_tokens,
@@ -98,7 +97,17 @@ def reader_of(config: Config) -> Reader:
         one_sample_per_turn=data.one_sample_per_turn,
         mask_reasoning=data.mask_reasoning,
     )
-    return Reader(read_template(load_tokenizer(target), target.chat_template_kwargs), rules)
+    tokenizer = load_tokenizer(target)
+    if not any(_holds_chats(given) for inputs in input_sets(data).values() for given in inputs):
+        return Reader(open_template(tokenizer, target.chat_template_kwargs), rules)
+    template = read_template(tokenizer, target.chat_template_kwargs)
+    if not template.shape.end and not template.marked:
+        log.warning("the chat template ends an answer with no special token of this tokenizer, so no end token is supervised")
+    return Reader(template, rules)
+
+
+def _holds_chats(given: InputSection) -> bool:
+    return given.type not in ("text", "tokens") and "text" not in given.keys
 
 
 def _other_rules(data: DataSection) -> dict[str, Any]:
@@ -113,7 +122,7 @@ def tokenizer_fields(tokenizer: Any) -> dict[str, str]:
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return {
         "tokenizer": digest_of(backend.to_str() + json.dumps(special, sort_keys=True)),
-        "chat_template": digest_of(tokenizer.get_chat_template()),
+        "chat_template": digest_of(template_text(tokenizer)),
     }
 
 

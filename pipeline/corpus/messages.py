@@ -41,10 +41,25 @@ def shown(value: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def too_long(num_bytes: int, longest: int) -> Unusable:
+    """What a row is that is not looked at."""
+    return Unusable("row too long", f"{num_bytes} bytes, at most {longest}")
+
+
 def kind_of(value: object) -> str:
     """The JSON type of `value`, in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null or absent"}
     return names.get(type(value), "a number")
+
+
+def nested_deeper(value: object, most: int) -> bool:
+    """Whether objects and lists lie in one another more than `most` deep."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+        ]
+    return any(isinstance(outer, dict | list) for outer in level)
 
 
 def read_messages(row: dict[str, Any], given: InputSection) -> list[Message] | Unusable:

@@ -15,7 +15,7 @@ and, after it, what the target must emit: the row's reasoning, the end of the bl
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from pipeline.corpus.messages import Message, Unusable
 from pipeline.corpus.turns import Encoded, Template, Tools
 
 NOT_LOCATED = "turn not located"
+THINKING_CUT = "ended while thinking"
 ONLY_THINK = re.compile(r"(?:\s|</?think>)*")
 THINK, END_THINK = "<think>", "</think>"
 
@@ -128,7 +129,8 @@ def marked_places(
     for start, end in _marked_ranges(encoded, len(whole)):
         begin = max((at for at in prompts if start < at <= end), default=start)
         text_end = whole.rfind(end_text, begin, end) if end_text else -1
-        if text_end >= 0 and not whole[text_end + len(end_text) : end].strip():
+        # Marks may take in what follows the end token of the last turn (Phi-3's token of its own that ends the chat).
+        if text_end >= 0 and whole[text_end + len(end_text) : end].strip() in ("", template.shape.trailer.strip()):
             places.append(Place(begin, text_end, text_end + len(end_text)))
         else:
             places.append(Place(begin, end, end))
@@ -153,6 +155,28 @@ def _marked_ranges(encoded: Encoded, num_characters: int) -> list[tuple[int, int
     return [(bounds[a], bounds[b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
+def closed_for_it(think: tuple[str, str], message: Message, said: str) -> bool:
+    """Whether the template writes the end of a think block into `said`, the place of an answer whose text is reasoning without an end."""
+    opening, closing = think
+    content = str(message.get("content", ""))
+    return content.lstrip().startswith(opening) and closing not in content and closing in said and not message.get("reasoning_content")
+
+
+def without_end(place: Place, message: Message, whole: str) -> Place:
+    """The place of an answer that was cut: without its end token, without the end of its reasoning where it did not get beyond that, and
+    without calls of tools, since how the template ends a call that the target did not end is nothing that it wrote."""
+    if calls := message.get("tool_calls"):
+        name = str((calls[0].get("function") or calls[0]).get("name", ""))
+        at = whole.find(name, place.start, place.text_end)
+        return Place(place.start, at, at) if at >= 0 else Place(place.start, place.start, place.start)
+    reasoning = str(message.get("reasoning_content", "")).strip()
+    if reasoning and not message.get("content"):
+        at = whole.rfind(reasoning, place.start, place.text_end)
+        if at >= 0:
+            return Place(place.start, at + len(reasoning), at + len(reasoning))
+    return replace(place, end=place.text_end)
+
+
 def without_reasoning(template: Template, whole: str, places: Sequence[Place]) -> tuple[Place, ...]:
     """The places less reasoning, its marks, and the white space after them."""
     return tuple(piece for place in places for piece in _pieces(template.shape.think, whole, place))
@@ -171,4 +195,18 @@ def _pieces(think: tuple[str, str], whole: str, place: Place) -> list[Place]:
         at = close + len(closing)
         while at < place.text_end and whole[at].isspace():
             at += 1
+    if (left_open := _left_open(think, whole, place, at)) is not None:
+        pieces.append(Place(at, left_open, left_open))
+        at = place.text_end
     return [*pieces, Place(at, place.text_end, place.end)]
+
+
+def _left_open(think: tuple[str, str], whole: str, place: Place, at: int) -> int | None:
+    """Where from `at` on reasoning begins that the place does not close, as in an answer that was cut; None where none does."""
+    opening, closing = think
+    if whole.find(closing, at, place.text_end) >= 0:
+        return None
+    if at == place.start and whole[:at].rstrip().endswith(opening):
+        return at
+    begin = at + len(whole[at : place.text_end]) - len(whole[at : place.text_end].lstrip())
+    return begin if whole.startswith(opening, begin, place.text_end) else None

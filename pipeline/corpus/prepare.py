@@ -29,7 +29,7 @@ from pipeline.corpus.job import LATER_RULES, Job, digest_of, plan, tokenizer_fie
 from pipeline.corpus.parts import start_worker, work, write_part
 from pipeline.corpus.prepared import DESCRIPTION_FILE, DROPPED_FILE, PreparedCorpus
 from pipeline.corpus.schema import FORMAT_VERSION
-from pipeline.corpus.sources import Part
+from pipeline.corpus.sources import Part, as_text
 from pipeline.errors import CorpusError
 from pipeline.runtime.files import FolderLock, write_json
 from pipeline.runtime.logs import Progress
@@ -137,7 +137,7 @@ def _finish(job: Job) -> None:
             "by_split": by_split,
         },
         "sources": [
-            {"name": source.name, "path": str(source.path), "split": source.split, "rows": rows[id(source)], **source.reading}
+            {"name": source.name, "path": as_text(source.path), "split": source.split, "rows": rows[id(source)], **source.reading}
             for source in job.sources
         ],
     }

@@ -17,6 +17,7 @@ __all__ = ["PLAIN", "Message", "Row", "Unusable", "read_document", "read_row", "
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LARGEST_ID = 2**31 - 1
+BROKEN = "broken JSON"
 PLAIN = InputSection(path="")
 """How rows are read where nothing else is said."""
 
@@ -85,11 +86,11 @@ def _read_json(line: bytes) -> Any:
         # Decoded here, because json.loads guesses UTF-16 and lets half characters pass when it is given bytes.
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return Unusable("broken JSON", f"not UTF-8: {error.reason} at byte {error.start}")
+        return Unusable(BROKEN, f"not UTF-8: {error.reason} at byte {error.start}")
     except RecursionError:
-        return Unusable("broken JSON", "nested too deeply")
+        return Unusable(BROKEN, "nested too deeply")
     except ValueError as error:
-        return Unusable("broken JSON", shown(str(error)))
+        return Unusable(BROKEN, shown(str(error)))
 
 
 def _contents(value: dict[str, Any], given: InputSection) -> dict[str, Any] | Unusable:

@@ -74,7 +74,8 @@ class Reader:
         pieces = list(self._pieces(row))
         whole = [piece.input_ids for piece in pieces if isinstance(piece, Rendered)] or [np.zeros(0, dtype=np.int32)]
         # All pieces of a row are on one side. Of a chat that is divided by its answers, the last piece has all of it.
-        ids = np.concatenate(whole) if row.text is not None else whole[-1]
+        before = len(self.template.before_text)  # of every stretch of a text, so where stretches end has no say
+        ids = np.concatenate([stretch[before:] for stretch in whole]) if row.text is not None else whole[-1]
         side = split_of(ids, split, self.rules.heldout_fraction)
         kept: list[Kept] = []
         failed: list[tuple[int, Unusable]] = []
@@ -107,6 +108,8 @@ class Reader:
         cut_short, turns = row.finish_reason == "length", answers_of(messages)
         for turn in turns[:-1] if self.rules.one_sample_per_turn else ():
             yield render(self.template, messages[: turn + 1], False, row.tools, self.rules.supervision)
+        if self.rules.one_sample_per_turn:  # what follows the last answer is no context of it, and templates may rewrite for it
+            messages = messages[: turns[-1] + 1]
         yield render(self.template, messages, cut_short, row.tools, self.rules.supervision)
 
     def _stretches(self, text: str) -> Iterator[Rendered | Unusable]:

@@ -12,9 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeAlias
+from typing import Any, BinaryIO, Literal, TypeAlias
 
 from pipeline.config.schema import InputSection
+from pipeline.corpus.messages import too_long
 from pipeline.corpus.rows import PLAIN, Row, Unusable, read_document, read_row, read_value
 from pipeline.corpus.streams import Cursor, Pieces, bare_suffix, bare_values, documents, is_compressed, lines, open_bytes, reading, values
 from pipeline.corpus.tables import Table, digest_of, files_of_dataset, open_table, plain_rows
@@ -89,13 +90,19 @@ def find_sources(sets: Mapping[str, Sequence[InputSection]]) -> list[Source]:
         for given in inputs:
             found += [(split, entry, given, path, files) for path, files in _match(given)]
             entry += 1
-    names, ordinals = Counter(path.name for _, _, _, path, _ in found), Counter[str]()
+    called = [as_text(path.name) for _, _, _, path, _ in found]
+    names, ordinals = Counter(called), Counter[str]()
     sources = []
     for i, (split, number, given, path, files) in enumerate(found):
-        name = path.name if names[path.name] == 1 else f"{i}:{path.name}"
+        name = called[i] if names[called[i]] == 1 else f"{i}:{called[i]}"
         sources.append(Source(ordinals[split], name, path, split, given, number, files))
         ordinals[split] += 1
     return sources
+
+
+def as_text(name: str | Path) -> str:
+    """The name of a file, which need not be valid text, as one that can be written down."""
+    return str(name).encode("utf-8", "backslashreplace").decode()
 
 
 def divide_all(sources: Iterable[Source]) -> Iterator[Part]:
@@ -136,13 +143,13 @@ def read_part(part: Part) -> Iterator[Row]:
     """The rows of a part. Raises `CorpusError` when the file no longer holds what it was divided by."""
     source = part.source
     if source.form == "table":
-        for i, value in enumerate(_table_rows(part)):
-            yield read_value(source.name, part.first_row + i, value, source.given)
+        for row, value in enumerate(_table_rows(part), part.first_row):
+            bad = isinstance(value, Unusable)
+            yield Row(source.name, row, None, value) if bad else read_value(source.name, row, value, source.given)
         return
     data = _read_bytes(part)
     if part.num_bytes > ROW_BYTES:
-        unusable = Unusable("row too long", f"{part.num_bytes} bytes, at most {ROW_BYTES}")
-        yield Row(source.name, part.first_row, None, unusable)
+        yield Row(source.name, part.first_row, None, too_long(part.num_bytes, ROW_BYTES))
         return
     for i, line in enumerate(_rows(source, data, part.offset)):
         if source.given.type == "text":
@@ -212,17 +219,23 @@ def _divide_table(source: Source, max_rows: int | None) -> Iterator[Part]:
         yield Part(source, 0, batch.nbytes, first, count, digest_of(batch))
 
 
-def _table_rows(part: Part) -> list[object]:
+def _table_rows(part: Part) -> Iterator[Any]:
     table: Table = open_table(part.source.files, part.source.given)
     with reading(part.source.path):
         batch = table.read(part.first_row, part.num_rows)
     _check_digest(part, digest_of(batch))
-    return plain_rows(batch)
+    return plain_rows(batch, ROW_BYTES)
 
 
 def _match(given: InputSection) -> list[tuple[Path, tuple[Path, ...]]]:
     """What the entry's path names: one or several files, or a dataset. With each, the files of a table."""
-    path = Path(given.path).expanduser()
+    try:
+        path = Path(given.path).expanduser()
+        path.is_file()
+    except (OSError, RuntimeError) as error:  # a name that no file can have, a user that is not there
+        raise CorpusError(
+            f"{given.path} cannot be read: {getattr(error, 'strerror', None) or error}. Check the path in input_cfg."
+        ) from error
     if given.type == "hf" and path.suffix != ".arrow":
         return [(path, files_of_dataset(given))]
     if path.is_file():

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeAlias, cast
 
+from pyarrow import ArrowException
+
 from pipeline.errors import CorpusError
 
 Pieces: TypeAlias = Iterator[tuple[bytes, bool]]
@@ -61,7 +63,7 @@ def reading(path: Path) -> Iterator[None]:
     """What a missing or damaged file raises in the block becomes a `CorpusError`."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, ArrowException) as error:
         raise CorpusError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config.schema import InputSection, RowKey
-from pipeline.corpus.messages import shown
+from pipeline.corpus.messages import Unusable, shown, too_long
 from pipeline.errors import CorpusError
 
 READ = (*get_args(RowKey), "conversations")
@@ -26,9 +26,9 @@ READ = (*get_args(RowKey), "conversations")
 class Table:
     """Files of one schema as rows 0 .. num_rows - 1, read forward: what lies behind the last rows that were read costs no more."""
 
-    def __init__(self, files: Sequence[Path], columns: Sequence[str]) -> None:
+    def __init__(self, files: Sequence[Path], columns: Sequence[str], is_parquet: bool) -> None:
         self._arrow: pa.Table | None = None
-        if files[0].suffix == ".parquet":
+        if is_parquet:
             self._parquet = pq.ParquetFile(files[0], memory_map=True)
             schema, metadata = self._parquet.schema_arrow, self._parquet.metadata
             self._ends = [0]
@@ -81,14 +81,15 @@ def open_table(files: Sequence[Path], given: InputSection) -> Table:
     """The table in `files`. One is kept open, since a process reads many parts of it one after the other."""
     try:
         status = tuple((str(file), (found := os.stat(file)).st_size, found.st_mtime_ns, found.st_ino) for file in files)
-        return _opened(status, tuple(sorted({*READ, *given.keys.values()})))
+        is_parquet = given.type == "parquet" or files[0].suffix.lower() == ".parquet"
+        return _opened(status, tuple(sorted({*READ, *given.keys.values()})), is_parquet)
     except (OSError, pa.ArrowException) as error:
         raise CorpusError(f"{files[0]} cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=1)
-def _opened(status: tuple[tuple[Any, ...], ...], columns: tuple[str, ...]) -> Table:
-    return Table([Path(found[0]) for found in status], columns)
+def _opened(status: tuple[tuple[Any, ...], ...], columns: tuple[str, ...], is_parquet: bool) -> Table:
+    return Table([Path(found[0]) for found in status], columns, is_parquet)
 
 
 def digest_of(batch: pa.RecordBatch) -> str:
@@ -97,10 +98,27 @@ def digest_of(batch: pa.RecordBatch) -> str:
     return digest.hexdigest()
 
 
-def plain_rows(batch: pa.RecordBatch) -> list[Any]:
-    """The rows as values of JSON. A field that is null was absent: Arrow gives every object the fields of all others."""
+def plain_rows(batch: pa.RecordBatch, longest: int) -> Iterator[Any]:
+    """The rows as values of JSON; an `Unusable` for one of more than `longest` bytes, or whose text is no UTF-8. A field that is null was
+    absent: Arrow gives every object the fields of all others."""
     kind = pa.struct(list(batch.schema))
-    return [_plain(row, kind) for row in batch.to_pylist()]
+    try:
+        if batch.nbytes <= longest:
+            yield from [_plain(row, kind) for row in batch.to_pylist()]
+            return
+    except ValueError:  # of one row, which costs itself alone
+        pass
+    for i in range(batch.num_rows):
+        row = batch.slice(i, 1)
+        if row.nbytes > longest:
+            yield too_long(row.nbytes, longest)
+            continue
+        try:
+            yield _plain(row.to_pylist()[0], kind)
+        except UnicodeDecodeError as error:
+            yield Unusable("invalid text", f"not UTF-8: {error.reason} at byte {error.start}")
+        except ValueError as error:
+            yield Unusable("wrong type", shown(str(error)))
 
 
 def _plain(value: Any, kind: pa.DataType) -> Any:
@@ -116,6 +134,8 @@ def _plain(value: Any, kind: pa.DataType) -> Any:
     if isinstance(value, list) and not isinstance(kind, pa.MapType):
         inner = cast("pa.ListType[Any]", kind).value_type
         return [_plain(item, inner) for item in value]
+    if isinstance(value, bytes):  # text that was written as bytes
+        return value.decode("utf-8")
     return dict(value) if isinstance(kind, pa.MapType) else value if isinstance(value, str) else str(value)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipeline.corpus.messages import Message
 from pipeline.errors import ConfigError, TemplateError
 
-MASK_RULES = 1  # raise it when the same chat and template would get another mask
+MASK_RULES = 2  # raise it when the same chat and template would get another mask
 
 DATE = "strftime_now"
 """The template argument with the date of templates that write today's."""
@@ -128,7 +128,12 @@ def open_template(tokenizer: Any, arguments: Mapping[str, Any]) -> Template:
     given = {**tokenizer.special_tokens_map, **arguments, DATE: Today(day)}
     whole, bare = (backend.encode("a", add_special_tokens=special).ids for special in (True, False))
     at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-    return Template(tokenizer, given, _GENERATION_MARK.search(tokenizer.get_chat_template()) is not None, tuple(whole[:at]))
+    return Template(tokenizer, given, _GENERATION_MARK.search(template_text(tokenizer)) is not None, tuple(whole[:at]))
+
+
+def template_text(tokenizer: Any) -> str:
+    """The chat template; "" where there is none, as plain texts and token ids need none."""
+    return str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
 
 
 @dataclass(frozen=True, slots=True)

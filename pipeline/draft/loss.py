@@ -145,6 +145,6 @@ def _means(kept: Mapping[str, torch.Tensor], variant: Variant) -> torch.Tensor:
     for correct in variant.accepted.values():
         sums = BlockSums.of(kept[correct], kept["supervised"])
         pairs.append((sums.accept_len_sum, sums.blocks))
-    return (
-        kept["supervised"].new_zeros(0, 2, dtype=torch.float32) if not pairs else torch.stack([torch.stack(pair).float() for pair in pairs])
-    )
+    if not pairs:
+        return kept["weight"].new_zeros(0, 2)
+    return torch.stack([torch.stack(pair).float() for pair in pairs])

@@ -30,6 +30,7 @@ def assemble(output: Path, num_rows: int) -> dict[str, Any]:
     """
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
+    example = ""
     with atomic_file(output / ANSWERS) as answers, atomic_file(output / FAILED) as failed:
         for ended in Ledger(output).read(num_rows):
             counts[ended.state] += 1
@@ -39,6 +40,7 @@ def assemble(output: Path, num_rows: int) -> dict[str, Any]:
             counts["again"] += ended.again
             if ended.state == "failed":
                 reasons[ended.reason or "unknown"] += 1
+                example = example or f"{ended.row['source']} row {ended.row['row']}: {ended.detail or ended.reason}"
             (failed if ended.state == "failed" else answers).write(_line(ended))
     report = {
         "rows": num_rows,
@@ -50,7 +52,7 @@ def assemble(output: Path, num_rows: int) -> dict[str, Any]:
         "tokens": counts["tokens"],
     }
     write_json(output / REPORT, report)
-    _tell(output, report)
+    _tell(output, report, example)
     return report
 
 
@@ -66,7 +68,7 @@ def _line(ended: Ended) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
 
-def _tell(output: Path, report: dict[str, Any]) -> None:
+def _tell(output: Path, report: dict[str, Any], example: str) -> None:
     log.info(
         "%d rows: %d done, %d cut at the token limit, %d failed; %d tokens; in %s",
         *(report[name] for name in ("rows", "done", "cut", "failed", "tokens")),
@@ -82,5 +84,9 @@ def _tell(output: Path, report: dict[str, Any]) -> None:
             "special tokens that it puts otherwise): a draft learns the rendered ones",
             otherwise,
         )
+    if not report["rows"]:
+        raise RegenerateError("the corpus holds no row, so there was nothing to answer. Check the paths in data.train_ds.input_cfg.")
     if report["rows"] == report["failed"]:
-        raise RegenerateError(f"none of {report['rows']} rows was answered: {report['failed_by_reason']}; see {output / FAILED}.")
+        raise RegenerateError(
+            f"none of {report['rows']} rows was answered: {report['failed_by_reason']}, such as {example}. All are in {output / FAILED}."
+        )

@@ -18,9 +18,10 @@ from typing import Any
 import httpx2
 
 from pipeline.config.regenerate import RegenerateSection
-from pipeline.corpus.rows import shown
+from pipeline.corpus.messages import nested_deeper, shown
 from pipeline.errors import RegenerateError
 from pipeline.regenerate.conversation import Answer
+from pipeline.regenerate.journal import MOST_NESTED
 
 LONGEST_PAUSE = 60.0
 LONGEST_RETRY_AFTER = 3600.0
@@ -143,6 +144,11 @@ class Client:
         told = f"{address} answered {status}: {shown(response.text)}"
         if status in ENDS_THE_RUN:
             raise RegenerateError(f"{told}. It will say so for every row: check {ENDS_THE_RUN[status]}, then run again.")
+        if 300 <= status < 400:
+            elsewhere = shown(response.headers.get("Location", "nowhere"))
+            raise RegenerateError(
+                f"{url} answered {status}: it redirects to {elsewhere}. Name the address that answers in regenerate.servers."
+            )
         if status in TRIED_AGAIN or status >= 500:
             raise _Failed(told, _retry_after(response.headers.get("Retry-After")))
         raise Refused(told)
@@ -154,16 +160,18 @@ def _read(address: str, response: httpx2.Response) -> Answer:
         value = response.json()
         choice = value["choices"][0]
         said, reason = choice["message"], choice["finish_reason"]
-        usage = value.get("usage") or {}
-        num_tokens = int(usage.get("completion_tokens") or 0)
         content, calls = said.get("content") or "", said.get("tool_calls")
         # vLLM calls it `reasoning` of late, everybody else `reasoning_content`.
         thinking = said.get("reasoning_content") or said.get("reasoning")
         if not isinstance(content, str) or not isinstance(thinking, str | None) or not isinstance(calls, list | None):
             raise TypeError("content, reasoning or tool_calls of another type than OpenAI's")
+        if calls and (not all(isinstance(call, dict) for call in calls) or nested_deeper(calls, MOST_NESTED)):
+            raise TypeError("tool_calls that are no objects, or are nested too deeply")
         f"{content}{thinking or ''}{json.dumps(calls, ensure_ascii=False)}".encode()  # half characters are an error here, not later
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise _Failed(f"{address} answered 200 and no chat completion ({error!r}): {shown(response.text)}") from error
+    if reason == "content_filter":
+        raise Refused(f"{address} withheld the answer (finish_reason content_filter)")
     if reason not in FINISHED:
         raise _Failed(f"{address} ended an answer with finish_reason {reason!r}, expected one of {', '.join(FINISHED)}")
     if reason == "length":
@@ -171,7 +179,13 @@ def _read(address: str, response: httpx2.Response) -> Answer:
     message: dict[str, Any] = {"role": "assistant", "content": content}
     message |= {"reasoning_content": thinking} if thinking else {}
     message |= {"tool_calls": [_without_nulls(call) for call in calls]} if calls else {}
-    return Answer(message, "tool_calls" if calls and reason == "stop" else reason, num_tokens)
+    return Answer(message, "tool_calls" if calls and reason == "stop" else reason, _num_tokens(value.get("usage")))
+
+
+def _num_tokens(usage: object) -> int:
+    """Tokens that the server says it wrote; 0 where it says nothing that can be believed."""
+    found = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return found if type(found) is int and found >= 0 else 0
 
 
 def _without_nulls(value: Any) -> Any:

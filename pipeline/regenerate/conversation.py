@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
+from pipeline.corpus.places import THINKING_CUT
 from pipeline.corpus.rows import Message
 from pipeline.regenerate.journal import Ended
 from pipeline.regenerate.prompts import Prompt
-
-THINKING_CUT = "ended while thinking"
 
 
 @dataclass(frozen=True, slots=True)

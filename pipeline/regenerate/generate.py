@@ -22,10 +22,11 @@ from transformers import (
 
 from pipeline.config.regenerate import RegenerateSection
 from pipeline.corpus.chat import TEMPLATE_ERROR, prompt_ids, render
+from pipeline.corpus.places import THINKING_CUT
 from pipeline.corpus.rows import Message, Unusable, shown
 from pipeline.corpus.turns import Template
 from pipeline.errors import TargetError
-from pipeline.regenerate.conversation import THINKING_CUT, Answer, Chat
+from pipeline.regenerate.conversation import Answer, Chat
 from pipeline.regenerate.journal import Ended
 from pipeline.regenerate.prompts import Prompt
 from pipeline.target.load import Target

@@ -24,6 +24,8 @@ from pipeline.runtime.files import sync_folder
 log = logging.getLogger(__name__)
 
 State: TypeAlias = Literal["done", "cut", "failed"]
+MOST_NESTED = 100
+"""So deep may the values in a row be nested: what reads a journal takes 200, and a row is a few deep by itself."""
 _OPEN, _ENDED, _AGAIN = range(3)
 
 
@@ -52,7 +54,8 @@ _ADAPTER = TypeAdapter(Ended)
 
 
 class Journal:
-    """One process's file of one run, and a context manager. Appended lines are on the disk when `append` returns."""
+    """One process's file of one run, and a context manager. Appended lines are on the disk when `append` returns; `RegenerateError` where
+    they cannot be."""
 
     def __init__(self, output: Path, run: int, rank: int) -> None:
         folder = output / "journal"
@@ -61,15 +64,25 @@ class Journal:
         sync_folder(folder)
 
     def append(self, ended: Sequence[Ended]) -> None:
-        self._file.write(b"".join(one.line() for one in ended))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        lines = b"".join(one.line() for one in ended)
+        try:
+            self._file.write(lines)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise RegenerateError(
+                f"{self._file.name} cannot be written: {error}. What is journaled stays; once there is space, the same command goes on."
+            ) from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:  # of lines that could not be written, which `append` has told
+            if error is None:
+                raise
 
 
 class Ledger:

@@ -12,9 +12,11 @@ from hashlib import sha256
 from typing import Any
 
 from pipeline.config.schema import InputSection
+from pipeline.corpus.messages import nested_deeper
 from pipeline.corpus.rows import Message, Row, Unusable
 from pipeline.corpus.select import check_turns
 from pipeline.corpus.sources import read_rows
+from pipeline.regenerate.journal import MOST_NESTED
 
 WINDOW_BATCHES = 64
 """Batches are of like rows among so many batches' rows, which is what is held in memory."""
@@ -124,6 +126,8 @@ def _turns(row: Row) -> tuple[tuple[tuple[Message, ...], ...], bool] | Unusable:
 
 def _unwritable(value: Any) -> Unusable | None:
     """Why messages or tools cannot be sent or written as JSON, if so."""
+    if nested_deeper(value, MOST_NESTED):
+        return Unusable("nested too deeply", f"more than {MOST_NESTED} levels")
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -25,7 +24,7 @@ from pipeline.regenerate.client import CONNECT_SECONDS, Client, Refused, Unanswe
 from pipeline.regenerate.conversation import Chat, failed
 from pipeline.regenerate.journal import Ended, Journal, Ledger
 from pipeline.regenerate.prompts import Digest, Prompt, read_prompts
-from pipeline.regenerate.settings import create_or_compare, settings_of
+from pipeline.regenerate.settings import create_or_compare, open_output, settings_of
 from pipeline.runtime.files import FolderLock
 from pipeline.runtime.logs import Progress
 
@@ -47,8 +46,7 @@ def regenerate_by_servers(config: Config) -> None:
         )
     section, inputs = config.regenerate, config.data.train_ds.input_cfg
     headers = _headers(section)
-    output = Path(section.output or "").expanduser()
-    output.mkdir(parents=True, exist_ok=True)
+    output = open_output(section.output)
     with FolderLock(output):
         prompts = Digest(read_prompts(inputs))
         for _ in prompts:
@@ -71,6 +69,9 @@ def _headers(section: RegenerateSection) -> dict[str, str]:
     key = os.environ.get(section.api_key_env)
     if not key:
         raise RegenerateError(f"regenerate.api_key_env names {section.api_key_env}, and the environment has no such variable.")
+    key = key.strip()  # the line end of the file that it was read from
+    if not key.isascii() or not key.isprintable():  # the HTTP client would say so in words that hold the key
+        raise RegenerateError(f"the key in {section.api_key_env} (regenerate.api_key_env) has characters that no HTTP header can have.")
     return {"Authorization": f"Bearer {key}"}
 
 

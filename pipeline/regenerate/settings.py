@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.config.schema import Config
 from pipeline.errors import RegenerateError
+from pipeline.regenerate.assemble import ANSWERS, FAILED, REPORT
 from pipeline.regenerate.prompts import Digest
 from pipeline.runtime.files import write_json
 
@@ -38,6 +39,16 @@ def settings_of(config: Config, prompts: Digest, target: Mapping[str, Any]) -> d
     }
 
 
+def open_output(path: str | None) -> Path:
+    """The folder of answers, made where it is not there. Raises `RegenerateError` where it cannot be."""
+    output = Path(path or "").expanduser()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RegenerateError(f"regenerate.output {output} cannot be made: {error.strerror}; expected a folder for the answers.") from error
+    return output
+
+
 def create_or_compare(output: Path, settings: Mapping[str, Any]) -> None:
     """Keep the settings in a new folder of answers, or compare them with those that it was begun with.
 
@@ -48,6 +59,11 @@ def create_or_compare(output: Path, settings: Mapping[str, Any]) -> None:
         if any((output / "journal").glob("*.jsonl")):
             raise RegenerateError(
                 f"{output} has a journal and no {SETTINGS}: it was copied in part. Copy it whole, or take another folder."
+            )
+        if foreign := [name for name in (ANSWERS, FAILED, REPORT) if (output / name).exists()]:
+            raise RegenerateError(
+                f"{output} has {', '.join(foreign)} and no {SETTINGS}, so that is not of a run of this stage, and would be written over. "
+                "Name another folder in regenerate.output."
             )
         write_json(path, settings)
         return

@@ -87,6 +87,32 @@ def start_ranks(tp_size: int, devices: int | None, num_nodes: int, timeout_secon
     return ranks
 
 
+def start_alone() -> tuple[Ranks, int, int]:
+    """This process by itself, on the device that the launcher meant for it, in no process group: it never waits for the others and they
+    never wait for it. With it, its rank and the number of processes of the launch.
+
+    Raises `LaunchError` when accelerate was asked for another number of processes.
+    """
+    rank, local_rank, processes = (int(os.environ.get(name, default)) for name, default in _LAUNCHED)
+    asked = asked_processes()
+    if asked is not None and asked[0] != processes:
+        raise LaunchError(
+            f"accelerate launch was asked for {asked[0]} processes ({asked[1]}), but {processes} run. For CPU processes: {CPU_LAUNCH}"
+        )
+    cpu = _on_cpu()
+    for name, _ in _LAUNCHED:
+        os.environ.pop(name, None)  # accelerate would form a group
+    if not cpu and torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+    device = torch.device(torch.device(PartialState(cpu=cpu).device).type)
+    if device.type == "cuda":
+        device = torch.device("cuda", local_rank)
+    return Ranks(0, 1, 0, device, 1, 0, 0, 1, None, None), rank, processes
+
+
+_LAUNCHED = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+
+
 def stop_ranks() -> None:
     """Leave the process group, so that another `start_ranks` could follow. Never waits for other ranks.
 

@@ -40,8 +40,8 @@ DRAFT, AVERAGE, OPTIMIZER, RNG = "draft.safetensors", "average.safetensors", "op
 @dataclass(frozen=True, slots=True)
 class TrainState:
     """Where a run stands after `step` optimizer steps. `window` holds the sums since the last line of metrics, `metrics`
-    the validation of this very step (empty when there was none); `best` is the best value that early stopping has seen, and
-    `stale` how many validations in a row were not better."""
+    the validation of this very step (empty when there was none); `best` is the best value of the metric `judged_by` that
+    early stopping has seen, and `stale` how many validations in a row were not better."""
 
     step: int = 0
     position: Position = field(default_factory=Position)
@@ -51,6 +51,7 @@ class TrainState:
     metrics: Mapping[str, float] = field(default_factory=dict)
     best: float | None = None
     stale: int = 0
+    judged_by: str | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -140,14 +141,17 @@ def load_checkpoint(path: Path, learner: Learner, fingerprint: Mapping[str, Any]
         owners[named[owner]].state[named[owner]][key] = placed_like(value, named[owner])
     _restore_rng(read_tensors(path, RNG, stored))
     kept = {name: stored[name] for name in ("step", "samples_seen", "tokens_seen", "metrics", "best", "stale")}
-    return TrainState(position=Position(**stored["position"]), window=tuple(stored["window"]), **kept)
+    judged_by = stored.get("judged_by")  # which checkpoints of earlier versions do not have
+    return TrainState(position=Position(**stored["position"]), window=tuple(stored["window"]), judged_by=judged_by, **kept)
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """`state.json` of the checkpoint at `path`. Raises `CheckpointError` when it cannot be read or is of another format."""
     file = path / "state.json"
     try:
-        stored: dict[str, Any] = json.loads(file.read_text())
+        stored: Any = json.loads(file.read_text())
+        if not isinstance(stored, dict):
+            raise ValueError(f"expected an object, found a {type(stored).__name__}")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}). {_instead(path)}") from error
     if stored.get("format") != FORMAT:

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.cache.reader import Cache
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, DraftSection
 from pipeline.corpus.chat import load_saved_tokenizer
 from pipeline.corpus.entries import entries_of
-from pipeline.draft.anchors import has_usable_anchor
+from pipeline.draft.anchors import Fit, has_usable_anchor
 from pipeline.errors import DraftError, TrainingError
 from pipeline.records import TargetBundle
 from pipeline.target.load import DTYPES
@@ -40,7 +40,8 @@ class TrainingData:
     a usable anchor, and `usable_partial` whether there would be with `anchor_fit: partial`. `used_token_ids` bool, true for ids that
     occur. `identity` changes when the states or the samples do; `states_identity` says what the states were taken from, field by field.
     `any_thread`: `source` may be called by several threads at once. In hybrid mode `windows` int64 [n] are those of shards that the first
-    epoch follows, `ready` must be called before samples are read, and `live` gives them without the cache.
+    epoch follows, `ready` must be called before samples are read, and `live` gives them without the cache. `cached`: what other drafts
+    need of the same open cache.
     """
 
     source: Source
@@ -61,6 +62,7 @@ class TrainingData:
     windows: NDArray[np.int64] | None = None
     ready: Ready | None = None
     live: Source | None = None
+    cached: "CachedSamples | None" = None
 
     def check_mask_token(self, mask_token_id: int) -> None:
         """Raise `DraftError` when the mask token occurs in a sample: the draft could not tell a real token from an empty slot."""
@@ -81,6 +83,42 @@ def check_mask_token(mask_token_id: int, used_token_ids: NDArray[np.bool_], num_
             f"model.draft.mask_token_id {mask_token_id} occurs in the corpus. Choose an id that no sample holds: a reserved token, or "
             f"a row of the embedding beyond the tokenizer's length (it has {num_rows} rows)."
         )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CachedSamples:
+    """Samples of an open cache by number, each cut to `max_tokens`: `order` [n] are their places in it, `num_tokens` [places] their lengths
+    there; sample i has the supervised spans `spans[offsets[i] : offsets[i + 1]]`."""
+
+    cache: Cache
+    order: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    spans: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    max_tokens: int
+
+    @classmethod
+    def of(cls, cache: Cache, max_tokens: int) -> "CachedSamples":
+        index = cache.index
+        kept = index.span_starts < max_tokens
+        spans = np.stack((index.span_starts, np.minimum(index.span_lengths, max_tokens - index.span_starts)), axis=1)[kept]
+        return cls(
+            cache,
+            np.argsort(index.sample_id, kind="stable"),
+            np.minimum(index.num_tokens, max_tokens).astype(np.int64),
+            spans,
+            np.concatenate(([0], np.cumsum(kept)))[index.span_offsets],
+            max_tokens,
+        )
+
+    def usable(self, draft: DraftSection, fit: Fit) -> NDArray[np.bool_]:
+        """bool [n], whether a sample has a usable anchor."""
+        return has_usable_anchor(self.spans, self.offsets, self.num_tokens, draft.block_size, fit, draft.label_shift)[self.order]
+
+    def source(self, layer_ids: tuple[int, ...], final: bool) -> Source:
+        """Samples with the states of `layer_ids`, and the final hidden state if asked for."""
+        cache, order, max_tokens = self.cache, self.order, self.max_tokens
+        return lambda numbers: [cache.read(int(order[n]), layer_ids, final, max_tokens=max_tokens, dequantise=False) for n in numbers]
 
 
 def training_order(data: TrainingData, config: Config) -> Order:
@@ -139,21 +177,17 @@ def open_cache(config: Config) -> TrainingData:
     cache = Cache.open(str(config.cache_path), wanted, final)
     check_cache(config, cache)
     layer_ids, index = wanted or cache.manifest.layer_ids, cache.index
-    order = np.argsort(index.sample_id, kind="stable")
-    num_tokens = np.minimum(index.num_tokens, max_tokens).astype(np.int64)
-    kept = index.span_starts < max_tokens
-    spans = np.stack((index.span_starts, np.minimum(index.span_lengths, max_tokens - index.span_starts)), axis=1)[kept]
-    offsets = np.concatenate(([0], np.cumsum(kept)))[index.span_offsets]
-    usable, usable_partial = (found[order] for found in usable_samples(config, spans, offsets, num_tokens))
+    samples = CachedSamples.of(cache, max_tokens)
+    order, num_tokens = samples.order, samples.num_tokens
     return TrainingData(
-        source=lambda numbers: [cache.read(int(order[n]), layer_ids, final, max_tokens=max_tokens, dequantise=False) for n in numbers],
+        source=samples.source(layer_ids, final),
         any_thread=True,
         split=np.array(index.splits)[index.split][order],
         source_code=index.source[order],
         source_names=index.sources,
         num_tokens=num_tokens[order],
-        usable=usable,
-        usable_partial=usable_partial,
+        usable=samples.usable(config.model.draft, config.model.objective.anchor_fit),
+        usable_partial=samples.usable(config.model.draft, "partial"),
         bundle=cache.bundle(),
         layer_ids=layer_ids,
         dtype=DTYPES[cache.manifest.dtype],
@@ -161,6 +195,7 @@ def open_cache(config: Config) -> TrainingData:
         used_token_ids=index.used_token_ids,
         identity={"mode": "offline", "cache": cache.digest(), "max_tokens": int(num_tokens.max())},
         states_identity=cache.manifest.states_identity,
+        cached=samples,
     )
 
 

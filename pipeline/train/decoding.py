@@ -16,6 +16,7 @@ from pipeline.runtime.ranks import Ranks
 from pipeline.target.head import bundle_of
 from pipeline.target.load import Target, load_target
 from pipeline.train.data import TrainingData, validation_sets
+from pipeline.train.evaluate import given_up
 from pipeline.train.run import served_copy
 from pipeline.train.served import stop_tokens
 from pipeline.train.step import reduce_sums
@@ -67,12 +68,18 @@ class ShortDecoding:
         stop_ids = stop_tokens(target.model, load_tokenizer(section))
         return cls(target, bundle, prompts[ranks.dp_rank :: ranks.dp_size], stop_ids, config.evaluate.max_new_tokens, ranks)
 
-    def measure(self, draft: Draft) -> dict[str, float]:
-        """val_served_accept_len of `draft` in the target's dtype: Σ tokens / Σ steps over all prompts. Every rank must call it."""
+    def measure(self, draft: Draft, asked: Sequence[int] = ()) -> dict[str, float] | None:
+        """val_served_accept_len of `draft` in the target's dtype: Σ tokens / Σ steps over all prompts. Every rank must call it; `asked` as
+        in `validate`."""
         copy = served_copy(draft, self.target.dtype)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
         for prompt in self.prompts:
+            if given_up(asked, self.ranks):
+                break
             lengths = speculative_decode(self.target.model, copy, self.bundle, prompt, self.max_new_tokens, self.stop_ids).step_lengths
-            sums += torch.tensor((sum(lengths), len(lengths)), device=sums.device)
-        tokens, steps = reduce_sums(sums, self.ranks).tolist()
+            sums[:2] += torch.tensor((sum(lengths), len(lengths)), device=sums.device)
+        sums[2] = given_up(asked, self.ranks)
+        tokens, steps, stopped = reduce_sums(sums, self.ranks).tolist()
+        if stopped:
+            return None
         return {"val_served_accept_len": tokens / steps} if steps else {}

@@ -3,12 +3,14 @@
 Sums only, added up over batches and ranks before anything is divided; so the numbers are those of one rank, up to rounding.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from pipeline.config.schema import ObjectiveSection
@@ -17,7 +19,9 @@ from pipeline.draft.batch import BatchShape, collate
 from pipeline.draft.loss import ObjectiveSums, layout_of, objective
 from pipeline.draft.metrics import Layout, accepted_prefix, walk_lengths
 from pipeline.draft.model import Draft
+from pipeline.errors import TrainingError
 from pipeline.records import CapturedSample, DraftBatch, TargetBundle
+from pipeline.runtime.ranks import Ranks
 from pipeline.train.data import TrainingData
 from pipeline.train.feed import read_ahead
 from pipeline.train.learner import Learner
@@ -28,29 +32,84 @@ SERVED = ObjectiveSection()
 """An objective whose figures are what serving commits: blocks behind their anchor alone, against the text itself."""
 
 
-def validate(learner: Learner, draft: Draft, data: TrainingData, sets: Mapping[str, Sequence[int]], num_workers: int) -> dict[str, Any]:
+def validate(
+    learner: Learner, draft: Draft, data: TrainingData, sets: Mapping[str, Sequence[int]], num_workers: int, asked: Sequence[int] = ()
+) -> dict[str, Any] | None:
     """Metrics of `draft` (`learner.evaluated()`) on every set in `sets` (sample numbers by name), as `val/NAME/loss` and so on, and of all
     together as `val_loss` and so on.
 
     loss, accept_len, accuracy and accuracy_by_slot are over usable anchors, walk_accept_len over the answers (DFLASH §4). Sets
-    of which nothing can be scored give no metric. Every rank must call it; the data-parallel ranks share the samples.
+    of which nothing can be scored give no metric. Every rank must call it; the data-parallel ranks share the samples. When `asked` is
+    filled on any of them meanwhile, none goes on, and all return None; a divided target's ranks, which forward together, do go on.
+    Raises `TrainingError` on all ranks when a loss is not finite.
     """
-    ranks, size = learner.ranks, len(Sums.zero(learner.layout).values)
-    totals = torch.zeros(len(sets), size + 2, dtype=torch.float64, device=ranks.device)
+    found = validate_each([(learner, draft)], data, sets, num_workers, asked)
+    if found is None:
+        return None
+    if isinstance(found[0], TrainingError):
+        raise found[0]
+    return found[0]
+
+
+def validate_each(
+    drafts: Sequence[tuple[Learner, Draft]],
+    data: TrainingData,
+    sets: Mapping[str, Sequence[int]],
+    num_workers: int,
+    asked: Sequence[int] = (),
+) -> list[dict[str, Any] | TrainingError] | None:
+    """`validate` of several drafts that learn on the same ranks, from one reading of the samples: of each its metrics, or its own fault."""
+    ranks, sizes = drafts[0][0].ranks, [len(Sums.zero(learner.layout).values) for learner, _ in drafts]
+    totals = [torch.zeros(len(sets), size + 2, dtype=torch.float64, device=ranks.device) for size in sizes]
+    bad: list[list[str]] = [[] for _ in drafts]
     with torch.no_grad():
         for row, numbers in enumerate(sets.values()):
             mine = list(numbers[ranks.dp_rank :: ranks.dp_size])
             for sample in read_ahead(lambda number: data.source([number])[0], mine, num_workers if data.any_thread else 0):
-                with learner.accelerator.autocast():  # not around the source: a live target keeps its own dtype
-                    sums, lengths = score(draft, learner.bundle, learner.objective, sample)
-                totals[row, :size] += sums
-                totals[row, size:] += torch.tensor((sum(lengths), len(lengths)), device=ranks.device)
-    rows = reduce_sums(totals, ranks).tolist()
+                if given_up(asked, ranks):
+                    break
+                for (learner, draft), size, total, faulty in zip(drafts, sizes, totals, bad, strict=True):
+                    with learner.accelerator.autocast():  # not around the source: a live target keeps its own dtype
+                        sums, lengths = score(draft, learner.bundle, learner.objective, sample)
+                    if not torch.isfinite(sums).all():
+                        faulty.append(sample.tokens.sample_id)
+                    total[row, :size] += sums
+                    total[row, size:] += torch.tensor((sum(lengths), len(lengths)), device=ranks.device)
+    found: list[dict[str, Any] | TrainingError] = []
+    for (learner, _), total, faulty in zip(drafts, totals, bad, strict=True):
+        stops = total.new_full((1, total.shape[1]), given_up(asked, ranks))
+        *rows, (stopped, *_) = reduce_sums(torch.cat((total, stops)), ranks).tolist()
+        if stopped:
+            return None
+        finite = all(math.isfinite(value) for row in rows for value in row)
+        found.append(_by_set(sets, rows, learner.layout) if finite else _not_finite(faulty, ranks))
+    return found
+
+
+def _by_set(sets: Iterable[str], rows: Sequence[Sequence[float]], layout: Layout) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     for name, row in zip(sets, rows, strict=True):
-        metrics |= {f"val/{name}/{key}": value for key, value in _metrics(row, learner.layout).items()}
-    pooled = [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (size + 2)
-    return metrics | {f"val_{key}": value for key, value in _metrics(pooled, learner.layout).items()}
+        metrics |= {f"val/{name}/{key}": value for key, value in _metrics(row, layout).items()}
+    pooled = [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (len(Sums.zero(layout).values) + 2)
+    return metrics | {f"val_{key}": value for key, value in _metrics(pooled, layout).items()}
+
+
+def given_up(asked: Sequence[int], ranks: Ranks) -> bool:
+    """Whether this rank leaves a validation unfinished. Ranks that forward one target together would wait for it there, so they do not."""
+    return bool(asked) and ranks.tp_size == 1
+
+
+def _not_finite(bad: Sequence[str], ranks: Ranks) -> TrainingError:
+    everyone: list[Sequence[str]] = [bad]
+    if ranks.world_size > 1:
+        everyone = [[] for _ in range(ranks.world_size)]
+        dist.all_gather_object(everyone, bad)
+    names = sorted({name for rank in everyone for name in rank})
+    told = ", ".join(names[:20]) + (" …" if len(names) > 20 else "")
+    return TrainingError(
+        f"the validation loss is not finite for {len(names)} sample(s): {told}. Check the cache (its checksums and these samples' states); "
+        "where it is most samples, the draft diverged: lower model.optim.lr."
+    )
 
 
 def score(draft: Draft, bundle: TargetBundle, section: ObjectiveSection, sample: CapturedSample) -> tuple[torch.Tensor, list[int]]:

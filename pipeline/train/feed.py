@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -33,8 +34,38 @@ Prefixes = Callable[[TokenSample, int, NDArray[np.int64]], NDArray[np.int64]]
 Ready = Callable[[int, Sequence[int]], None]
 """Called with the epoch and the samples of each global batch before any of them is read, by all ranks and in the caller's thread."""
 
-BOUND_SHARE = 0.2
-"""Of the time, spent waiting for data: from here on it is said."""
+BOUND_SHARE, BOUND_SECONDS = 0.2, 10.0
+"""Of the time, and in all, spent waiting for data: where both are reached, it is said. A run of seconds is not worth a word."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reading:
+    """The samples of a micro-batch, before any draft has a say: `cycles` says how many times each was drawn before, `rows` which of them,
+    by their places, lie one after another in each row."""
+
+    samples: Sequence[CapturedSample]
+    cycles: Sequence[int]
+    rows: Rows
+
+    def batch(self, draw: Draw, shape: BatchShape, prefixes: Prefixes | None) -> DraftBatch:
+        """As the draft of `shape` sees it, with its own anchors, and visible prefixes where its objective draws them."""
+        anchors = [draw(sample.tokens, cycle) for sample, cycle in zip(self.samples, self.cycles, strict=True)]
+        visible = None
+        if prefixes is not None:
+            drawn = zip(self.samples, self.cycles, anchors, strict=True)
+            visible = [prefixes(sample.tokens, cycle, at) for sample, cycle, at in drawn]
+        return collate(self.samples, anchors, shape, self.rows, visible)
+
+
+def read(source: Source, batch: GlobalBatch, rows: Rows) -> Reading:
+    """The samples of `rows`, which holds places in the global batch."""
+    places = [place for row in rows for place in row]
+    counted = iter(range(len(places)))
+    return Reading(
+        source(batch.samples[places].tolist()) if places else [],
+        batch.cycles[places].tolist(),
+        [list(islice(counted, len(row))) for row in rows],
+    )
 
 
 class Feed:
@@ -80,16 +111,7 @@ class Feed:
             yield batch
 
     def _make(self, batch: GlobalBatch, rows: Rows) -> DraftBatch:
-        places = [place for row in rows for place in row]
-        samples = self._source(batch.samples[places].tolist()) if places else []
-        cycles = [int(batch.cycles[place]) for place in places]
-        anchors = [self._draw(sample.tokens, cycle) for sample, cycle in zip(samples, cycles, strict=True)]
-        visible = None
-        if self._prefixes is not None:
-            drawn = zip(samples, cycles, anchors, strict=True)
-            visible = [self._prefixes(sample.tokens, cycle, at) for sample, cycle, at in drawn]
-        counted = iter(range(len(places)))
-        return collate(samples, anchors, self._shape, [list(islice(counted, len(row))) for row in rows], visible)
+        return read(self._source, batch, rows).batch(self._draw, self._shape, self._prefixes)
 
 
 def num_micro_batches(order: Order, position: Position, division: Division) -> int:
@@ -97,12 +119,12 @@ def num_micro_batches(order: Order, position: Position, division: Division) -> i
     return len(divide(order.global_batch(position).num_tokens, division)[0])
 
 
-def bound_by_reading(share: float, num_workers: int) -> str | None:
-    """A sentence for a run that spends `share` (0 to 1) of its time waiting for the cache; None while that does not matter."""
-    if share < BOUND_SHARE:
+def bound_by_reading(waited: float, seconds: float, num_workers: int) -> str | None:
+    """A sentence for a run that `waited` for the cache for that many of its `seconds`; None while that does not matter."""
+    if waited <= max(BOUND_SECONDS, BOUND_SHARE * seconds):
         return None
     return (
-        f"this run is bound by reading: {share:.0%} of the time since the last line went by waiting for samples. Raise data.num_workers "
+        f"this run is bound by reading: {waited / seconds:.0%} of its time so far went by waiting for samples. Raise data.num_workers "
         f"({num_workers}), put the cache on a faster disk, or capture it with capture.codec=raw, which needs no unpacking."
     )
 

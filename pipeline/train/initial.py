@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
@@ -99,7 +100,7 @@ def _open(path: Path) -> Weights:
     if (path / "state.json").is_file():
         return _own_checkpoint(path)
     if (path / INDEX).is_file():
-        names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+        names = _files_named(path / INDEX)
         if outside := [name for name in names if Path(name).name != name]:
             raise ValueError(f"{INDEX} names files outside of the folder: {', '.join(sorted(outside))}")
         return _safetensors("Hugging Face folder", {path / name for name in names})
@@ -110,6 +111,14 @@ def _open(path: Path) -> Weights:
         f"this trainer (…/checkpoints/step_…), a folder with {SINGLE} or {INDEX}, a .safetensors file, or a DCP folder (with {DCP_INDEX}). "
         "Files of torch.save are not read, since they may run code: convert them to safetensors."
     )
+
+
+def _files_named(index: Path) -> set[str]:
+    found: Any = json.loads(index.read_text())
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{index.name} has no weight_map of tensors to files")
+    return set(files.values())
 
 
 def _safetensors(kind: str, files: set[Path]) -> Weights:
@@ -156,7 +165,12 @@ class _DcpReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / DCP_INDEX, "rb") as stream:
-            metadata = _IndexUnpickler(stream).load()
+            try:
+                metadata = _IndexUnpickler(stream).load()
+            except (OSError, pickle.UnpicklingError):
+                raise
+            except Exception as error:  # bytes that are no pickle raise whatever they happen to ask for
+                raise ValueError(f"its {DCP_INDEX} is damaged: {error}") from error
         if not isinstance(metadata, Metadata):
             raise ValueError(f"its {DCP_INDEX} is not the index of a DCP checkpoint")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
@@ -172,7 +186,11 @@ def _dcp(path: Path) -> Weights:
         tensors = {name: torch.empty(described[name].size, dtype=described[name].properties.dtype) for name in names}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that one process reads it is meant
-            load_dcp(tensors, storage_reader=_DcpReader(path), no_dist=True)
+            try:
+                load_dcp(tensors, storage_reader=_DcpReader(path), no_dist=True)
+            except CheckpointException as error:  # no `Exception`, and its own text is several tracebacks
+                causes = {f"{type(failure[0]).__name__}: {failure[0]}".splitlines()[0] for failure in error.failures.values()}
+                raise ValueError(f"its data is missing or damaged: {'; '.join(sorted(causes))}") from error
         return tensors
 
     shapes = {name: list(item.size) for name, item in described.items()}

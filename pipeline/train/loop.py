@@ -2,16 +2,17 @@
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, PeerFailedError, TrainingError
+from pipeline.errors import PeerFailedError, TrainingError
 from pipeline.records import DraftBatch
 from pipeline.runtime.files import FolderLock
 from pipeline.runtime.logs import Progress
@@ -20,13 +21,13 @@ from pipeline.train.checkpoint import TrainState
 from pipeline.train.data import TrainingData, division_of, training_order, validation_sets
 from pipeline.train.decoding import ShortDecoding
 from pipeline.train.evaluate import validate
-from pipeline.train.feed import Feed, bound_by_reading, num_micro_batches
+from pipeline.train.feed import Feed, num_micro_batches
 from pipeline.train.learner import check_compiler, divided_launch
 from pipeline.train.modes import open_data
 from pipeline.train.optim import learning_rate
 from pipeline.train.run import Training, finish, start_training
 from pipeline.train.step import Step, Sums, train_step
-from pipeline.train.watch import Clock, check_trackers
+from pipeline.train.watch import Clock, check_monitors, check_trackers
 
 log = logging.getLogger(__name__)
 
@@ -55,29 +56,32 @@ def train(config: Config, ranks: Ranks) -> bool:
 def steps_to_the_end(training: Training) -> bool:
     """Optimizer steps until the training has finished, or until SIGTERM: then False, with a checkpoint on its way to the disk."""
     config, data, ranks, order = training.config, training.data, training.ranks, training.order
+    check_monitors(config, {name: bool(data.usable[numbers].any()) for name, numbers in validation_sets(data).items()})
     decoding = ShortDecoding.load(config, ranks, _to_validate_on(training)) if config.trainer.val_decode_prompts else None
     num_workers = config.data.num_workers if data.any_thread else 0
     feed = Feed(data.source, training.draw(), training.shape, num_workers, data.ready, training.prefixes())
     division = division_of(config, order, ranks.dp_size)
     batches = feed.micro_batches(order, training.state.position, division, ranks.dp_rank)
-    if _validation_due(training) and not training.state.metrics:  # SIGTERM came at this step, and there was no time
+    if validation_due(training) and not training.state.metrics:  # SIGTERM came at this step, and there was no time
         _validate(training, decoding)
         training.save(final=training.finished)
-    clock, done = Clock(feed), training.state.step
-    with _sigterm() as asked, Progress(max(training.num_steps, done), "steps", "training", ranks.is_main, done=done) as progress:
+    clock, done = Clock(feed, training.state.tokens_seen), training.state.step
+    with sigterm() as asked, Progress(max(training.num_steps, done), "steps", "training", ranks.is_main, done=done) as progress:
         while not training.finished:
             count = num_micro_batches(order, training.state.position, division)
             step = advance(training, batches, count, clock, bool(asked))
             progress.advance(1, f"loss {step.sums.loss:.3f}")
+            stop = step.stop
             with clock.paused():
-                if _validation_due(training) and not step.stop:
-                    _validate(training, decoding)
-                if step.stop or training.finished or training.state.step % _save_every(training) == 0:
+                if validation_due(training) and not stop:
+                    stop = not _validate(training, decoding, asked)
+                if stop or training.finished or training.state.step % save_every(training) == 0:
                     training.save(final=training.finished)
-            if step.stop:
+            if stop:
                 training.saver.wait()
                 log.warning("stopped by SIGTERM after step %d; the same command goes on from here", training.state.step)
                 return False
+        training.saver.wait()  # a SIGTERM from here on may end the process at once
     return True
 
 
@@ -108,7 +112,7 @@ def _log(training: Training, step: Step, rate: float, clock: Clock) -> None:
     """Record the sums since the last line, and begin new ones."""
     state = training.state
     window = Sums(state.window, training.learner.layout)
-    seconds, waited = clock.read()
+    seconds, waited, tokens = clock.read(state.tokens_seen)
     if training.ranks.is_main:
         metrics = {
             **window.metrics(),
@@ -117,23 +121,24 @@ def _log(training: Training, step: Step, rate: float, clock: Clock) -> None:
             "grad_norm": step.grad_norm,
             "samples_seen": state.samples_seen,
             "tokens_seen": state.tokens_seen,
-            "tokens_per_second": window.tokens / seconds,
+            "tokens_per_second": tokens / seconds,
             "data_wait_share": waited / seconds,
         }
         training.watch.record(state.step, metrics)
         training.watch.train_line(state.step, metrics)
-        advice = bound_by_reading(waited / seconds, training.config.data.num_workers)
-        if advice and training.data.any_thread and clock.reads > 1:  # the first steps wait for the first batch, and for much besides
+        if training.data.any_thread and (advice := clock.advice(training.config.data.num_workers)):
             log.warning(advice)
     training.state = replace(state, window=Sums.zero(training.learner.layout).values)
 
 
-def _save_every(training: Training) -> int:
+def save_every(training: Training) -> int:
+    """Steps between checkpoints."""
     trainer, keep = training.config.trainer, training.config.exp_manager.checkpoint_callback_params
     return keep.every_n_train_steps or trainer.val_check_interval or training.num_steps
 
 
-def _validation_due(training: Training) -> bool:
+def validation_due(training: Training) -> bool:
+    """Whether the step that was just made is one to validate after."""
     step, every = training.state.step, training.config.trainer.val_check_interval or training.num_steps
     return step > 0 and (step % every == 0 or step == training.num_steps)
 
@@ -142,17 +147,24 @@ def _to_validate_on(training: Training) -> TrainingData:
     return training.data.for_validation(training.state.position.epoch)
 
 
-def _validate(training: Training, decoding: ShortDecoding | None) -> None:
-    """Validate the draft as it would be exported now, and judge by it whether to go on."""
+def _validate(training: Training, decoding: ShortDecoding | None, asked: Sequence[int] = ()) -> bool:
+    """Validate the draft as it would be exported now, and judge by it whether to go on. Returns False, with nothing changed, when `asked`
+    was filled on a rank meanwhile: a validation may take longer than the time that a scheduler gives after SIGTERM."""
     sets = validation_sets(training.data)
-    if not sets and training.config.exp_manager.early_stopping.patience is not None:
-        raise ConfigError("exp_manager.early_stopping.patience is set, and there is no validation set to judge by; set data.validation_ds.")
     if not sets:
-        return
+        return True
     draft = training.learner.evaluated()
-    metrics = validate(training.learner, draft, _to_validate_on(training), sets, training.config.data.num_workers)
-    if decoding is not None:
-        metrics |= decoding.measure(draft)
+    metrics = validate(training.learner, draft, _to_validate_on(training), sets, training.config.data.num_workers, asked)
+    decoded = decoding.measure(draft, asked) if decoding is not None and metrics is not None else {}
+    if metrics is None or decoded is None:
+        return False
+    metrics |= decoded
+    take_validation(training, metrics)
+    return True
+
+
+def take_validation(training: Training, metrics: Mapping[str, Any]) -> None:
+    """Record the metrics of a validation at this step, and judge by them whether to go on."""
     state = training.state
     if training.ranks.is_main and metrics:
         training.watch.record(state.step, metrics)
@@ -175,8 +187,8 @@ def _judged(training: Training, state: TrainState) -> TrainState:
             f"{', '.join(sorted(state.metrics)) or 'nothing'}."
         )
     sign = 1.0 if early.better == "max" else -1.0
-    if state.best is None or sign * (value - state.best) > early.min_delta:
-        return replace(state, best=value, stale=0)
+    if state.best is None or state.judged_by != early.monitor or sign * (value - state.best) > early.min_delta:
+        return replace(state, best=value, stale=0, judged_by=early.monitor)
     return replace(state, stale=state.stale + 1)
 
 
@@ -198,7 +210,7 @@ def _peers(ranks: Ranks, folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _sigterm() -> Iterator[list[int]]:
+def sigterm() -> Iterator[list[int]]:
     """A list that is empty until SIGTERM comes; the process goes on until it looks."""
     asked: list[int] = []
 

@@ -56,15 +56,18 @@ def learning_rate(section: OptimSection, step: int, num_steps: int) -> float:
 
 
 def build_optimizers(draft: nn.Module, section: OptimSection) -> tuple[torch.optim.Optimizer, ...]:
-    """Optimizers that share out the trainable parameters (fp32) of `draft`; decay on matrices only, so that norms and biases are not
-    pulled to 0. Muon takes the matrices inside the layers and leaves everything else to AdamW, as its authors advise."""
+    """Optimizers that share out the trainable parameters (fp32) of `draft`.
+
+    Decay on matrices only, so that norms, biases and the kernels of convolutions, which are factors of a channel like a norm's, are
+    not pulled to 0. Muon takes the matrices inside the layers and leaves everything else to AdamW, as its authors advise.
+    """
     trained = [(name, p) for name, p in draft.named_parameters() if p.requires_grad]
     by_muon = [p for name, p in trained if section.name == "muon" and p.ndim == 2 and name.startswith("layers.")]
     taken = {id(p) for p in by_muon}
     rest = [p for _, p in trained if id(p) not in taken]
     groups = [
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.ndim == 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in rest if p.ndim != 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = []

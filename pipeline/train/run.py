@@ -12,10 +12,11 @@ LOG_DIR/
   logs/rank0.log                   what each rank said
 """
 
+import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,11 @@ from pipeline.train.optim import freeze_parameters, total_steps
 from pipeline.train.order import Order
 from pipeline.train.saver import Saver
 from pipeline.train.step import Sums
-from pipeline.train.watch import Watch, cut_metrics, read_metrics
+from pipeline.train.watch import Watch, cut_metrics, read_metrics, to_disk
 
 log = logging.getLogger(__name__)
+
+PROVENANCE = "provenance.json"
 
 
 @dataclass(eq=False)
@@ -153,13 +156,16 @@ def start_training(config: Config, ranks: Ranks, data: TrainingData, order: Orde
     state = TrainState(window=Sums.zero(learner.layout).values)
     if newest is not None:
         state = load_checkpoint(newest, learner, fingerprint)
+        if state.judged_by not in (None, config.exp_manager.early_stopping.monitor):
+            state = replace(state, best=None, stale=0, judged_by=None)  # figures of another metric tell nothing of this one
         log.info("going on from %s: %d steps done, %d samples seen", newest, state.step, state.samples_seen)
     num_steps = total_steps(config.trainer, order.steps)
     saver = Saver(folder / "checkpoints", config.exp_manager.checkpoint_callback_params, ranks)
     watch = Watch(config, folder, num_steps, ranks.is_main)
     training = Training(config, ranks, folder, data, order, learner, num_steps, fingerprint, watch, saver, state)
     if ranks.is_main:
-        _write_down(training, initial)
+        with to_disk(folder):
+            _write_down(training, initial)
     return training
 
 
@@ -167,8 +173,8 @@ def _write_down(training: Training, initial: Mapping[str, Any] | None) -> None:
     """Configuration and provenance of this start, and the size of the job."""
     config, folder, state, order = training.config, training.folder, training.state, training.order
     (folder / "config.yaml").write_text(to_yaml(config, named_only=True), encoding="utf-8")
-    told = {"fingerprint": training.fingerprint, "init_from_checkpoint": initial}
-    write_json(folder / "provenance.json", {**provenance(to_yaml(config)), **told})
+    told = {"fingerprint": training.fingerprint, "init_from_checkpoint": initial or _began_with(folder, state)}
+    write_json(folder / PROVENANCE, {**provenance(to_yaml(config)), **told})
     cut_metrics(folder, state.step, validated=bool(state.metrics))
     sizes = [(p.numel(), p.requires_grad) for p in training.learner.draft.parameters()]
     log.info(
@@ -185,6 +191,14 @@ def _write_down(training: Training, initial: Mapping[str, Any] | None) -> None:
         log.warning("the newest checkpoint is at step %d, beyond the end asked for: nothing is trained, its draft is exported", state.step)
 
 
+def _began_with(folder: Path, state: TrainState) -> Any:
+    """The starting weights that the first start of this run wrote down; a later start has only the checkpoint."""
+    try:
+        return json.loads((folder / PROVENANCE).read_bytes())["init_from_checkpoint"] if state.step else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def finish(training: Training) -> None:
     """Export in the target's dtype, in which the pair will serve; draw the run. Every rank must call it."""
     config, state = training.config, training.state
@@ -193,10 +207,12 @@ def finish(training: Training) -> None:
     if not training.ranks.is_main:
         return
     folder = training.folder / "export"
-    shutil.rmtree(folder, ignore_errors=True)
-    export_draft(served_copy(draft, training.data.dtype), folder)
-    write_json(folder / TRAINED_ON, dict(training.data.states_identity))
-    plot_training(read_metrics(training.folder), training.folder / "training.png", config.name)
+    with to_disk(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        export_draft(served_copy(draft, training.data.dtype), folder)
+        write_json(folder / TRAINED_ON, dict(training.data.states_identity))
+    with to_disk(training.folder / "training.png"):
+        plot_training(read_metrics(training.folder), training.folder / "training.png", config.name)
     keep, early = config.exp_manager.checkpoint_callback_params, config.exp_manager.early_stopping
     best = best_first(training.saver.folder, keep.monitor, keep.better)
     if training.stopped_early:

@@ -66,4 +66,10 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> None:
         write_snapshot(self.folder, snapshot)
-        prune(self.folder, self._keep.monitor, self._keep.better, self._keep.save_top_k)
+        try:
+            prune(self.folder, self._keep.monitor, self._keep.better, self._keep.save_top_k)
+        except OSError as error:
+            raise CheckpointError(
+                f"a checkpoint in {self.folder} that is not to be kept cannot be removed: {error}. Mend that folder, then run the same "
+                "command again: it goes on from the newest checkpoint."
+            ) from error

@@ -141,7 +141,9 @@ def evaluate(config: Config, ranks: Ranks) -> dict[str, Any]:
         with atomic_file(folder / PROMPTS) as stream:
             stream.write("".join(json.dumps(_described(one)) + "\n" for one in found).encode())
         lengths = {int(length): steps for length, steps in result["step_length_histogram"].items()}
-        plot_served(lengths, folder / "served.png", f"{config.name}: {result['served_acceptance_length']:.3f} tokens a step")
+        mean = result["served_acceptance_length"]
+        title = "no steps, every answer is one token" if mean is None else f"{mean:.3f} tokens a step"
+        plot_served(lengths, folder / "served.png", f"{config.name}: {title}")
         log.info("%s\n%s", folder / EVALUATION, _shown(result))
     return result
 

@@ -143,7 +143,7 @@ def train_step(
         _together(waiting, total, learner.layout)
     gradients = learner.gradients()
     # The wrapper averaged over all ranks, of which tp_size at a time hold the same samples: what is left is Σ / dp_size.
-    torch._foreach_mul_(gradients, (ranks.dp_size / total[1].clamp(min=torch.finfo(torch.float32).tiny)).float())
+    torch._foreach_mul_(gradients, (ranks.dp_size / total[1].clamp(min=1e-30)).float())  # finite for any number of ranks
     norm = total_norm(gradients, learner)
     *values, stopped, grad_norm = torch.cat((total, norm.double().view(1))).tolist()
     if not all(map(math.isfinite, (*values, grad_norm))):

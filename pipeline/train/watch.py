@@ -3,20 +3,21 @@
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+from safetensors import SafetensorError
 
 from pipeline.config.schema import Config
 from pipeline.config.training import ExpManagerSection
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.runtime.files import atomic_file
-from pipeline.train.feed import Feed
+from pipeline.train.feed import bound_by_reading
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,29 @@ def check_trackers(section: ExpManagerSection) -> None:
         raise ConfigError(f"{fields}: true, and {', '.join(missing)} is not installed: pip install {' '.join(missing)}.")
 
 
+def check_monitors(config: Config, sets: Mapping[str, bool]) -> None:
+    """Raise `ConfigError` when early stopping is to judge by a metric that no validation will give, before hours went by; warn when
+    checkpoints are to be chosen by one. `sets` says of each validation set whether any of its samples has a usable anchor."""
+    keep, early = config.exp_manager.checkpoint_callback_params, config.exp_manager.early_stopping
+    if early.patience is not None and (reason := _never_given(early.monitor, config, sets)):
+        raise ConfigError(f"exp_manager.early_stopping.patience is set, and its monitor is {early.monitor}: {reason}")
+    if "monitor" in keep.model_fields_set and keep.save_top_k and (reason := _never_given(keep.monitor, config, sets)):
+        log.warning("no checkpoint is kept for being the best: its monitor is %s, and %s", keep.monitor, reason)
+
+
+def _never_given(monitor: str, config: Config, sets: Mapping[str, bool]) -> str | None:
+    if not sets:
+        return "there is no validation set to judge by; set data.validation_ds."
+    if monitor.startswith("val/") and monitor.split("/")[1] not in sets:
+        return f"there is no such validation set, only {', '.join(sorted(sets))}."
+    if monitor == "val_served_accept_len" and not config.trainer.val_decode_prompts:
+        return "trainer.val_decode_prompts is 0, so nothing is decoded; set it."
+    judged: Iterable[bool] = [sets[monitor.split("/")[1]]] if monitor.startswith("val/") else sets.values()
+    if not any(judged) and not monitor.endswith(("walk_accept_len", "served_accept_len")):
+        return "none of its samples has a usable anchor (model.draft.block_size, model.objective.anchor_fit)."
+    return None
+
+
 def start_trackers(config: Config, folder: Path) -> list[GeneralTracker]:
     """The trackers that `config` asks for, writing below `folder` where they write files."""
     section = config.exp_manager
@@ -45,11 +69,28 @@ def start_trackers(config: Config, folder: Path) -> list[GeneralTracker]:
     if section.create_trackio_logger:
         trackers.append(TrackioTracker(PROJECT, name=config.name))
     for tracker in trackers:
-        tracker.start()
-    if section.create_wandb_logger or section.create_trackio_logger:
-        for tracker in trackers[section.create_tensorboard_logger :]:
-            tracker.store_init_configuration(config.model_dump(mode="json"))
+        try:
+            tracker.start()
+            if tracker.name != "tensorboard":
+                tracker.store_init_configuration(config.model_dump(mode="json"))
+        except Exception as error:  # a key that is missing, a server that does not answer, an argument that it does not know
+            raise ConfigError(
+                f"exp_manager.create_{tracker.name}_logger is true, and {tracker.name} does not start: {type(error).__name__}: {error}. "
+                f"Mend that, or set it to false{'; wandb needs no server with WANDB_MODE=offline' if tracker.name == 'wandb' else ''}."
+            ) from error
     return trackers
+
+
+@contextmanager
+def to_disk(path: Path) -> Iterator[None]:
+    """Raises `TrainingError` when the disk does not take what is written to `path` inside."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"{path} cannot be written: {error}. Free space or mend that disk, then run the same command again: it goes on "
+            "from the newest checkpoint."
+        ) from error
 
 
 class Watch:
@@ -68,14 +109,8 @@ class Watch:
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line; a killed run loses none that it had written. Raises `TrainingError` when the disk does not take it."""
-        try:
-            with open(self._path, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"step": step, **metrics}) + "\n")
-        except OSError as error:
-            raise TrainingError(
-                f"{self._path} cannot be written: {error}. Free space or mend that disk, then run the same command again: it goes on "
-                "from the newest checkpoint."
-            ) from error
+        with to_disk(self._path), open(self._path, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"step": step, **metrics}) + "\n")
         figures = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for tracker in self._trackers:
             tracker.log(figures, step=step)
@@ -104,29 +139,54 @@ class Watch:
         log.info("step %*d/%d  %s", width, step, self._num_steps, found or "nothing to validate on")
 
 
-class Clock:
-    """Wall time, and time spent waiting for data, since it was last read; what runs inside `paused` does not count. `reads` counts."""
+class Waited(Protocol):
+    """What is read ahead; `waited_seconds` sums the time that the caller waited for it."""
 
-    def __init__(self, feed: Feed) -> None:
-        self.reads = 0
-        self._feed = feed
+    waited_seconds: float
+
+
+class Clock:
+    """Wall time, time spent waiting for data, and tokens trained on since it was last read; what runs inside `paused` does not count.
+
+    `tokens_seen` are those of before, by the run that this one goes on from too: its time is not known here.
+    """
+
+    def __init__(self, feed: Waited, tokens_seen: int) -> None:
+        self._tokens_seen = tokens_seen
+        self._feed, self._advised = feed, False
+        self._total: tuple[float, float] | None = None  # without the first reading: it waits for the first batch, and for much besides
         self._seconds = self._waited = 0.0
         self._begin()
 
-    def read(self) -> tuple[float, float]:
-        """Seconds, and of them those spent waiting; begins anew."""
+    def read(self, tokens_seen: int) -> tuple[float, float, int]:
+        """Seconds, of them those spent waiting, and tokens, of which `tokens_seen` are seen now; begins anew."""
         self._end()
+        tokens, self._tokens_seen = tokens_seen - self._tokens_seen, tokens_seen
         read = self._seconds, self._waited
         self._seconds = self._waited = 0.0
-        self.reads += 1
+        self._total = (0.0, 0.0) if self._total is None else (self._total[0] + read[0], self._total[1] + read[1])
         self._begin()
-        return read
+        return *read, tokens
+
+    def advice(self, num_workers: int) -> str | None:
+        """What is to be said of the time spent waiting, once in a run."""
+        seconds, waited = self._total or (0.0, 0.0)
+        said = None if self._advised else bound_by_reading(waited, seconds, num_workers)
+        self._advised = said is not None or self._advised
+        return said
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         self._end()
         yield
         self._begin()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """For a training that takes turns with others: what runs outside does not count."""
+        self._begin()
+        yield
+        self._end()
 
     def _begin(self) -> None:
         self._since, self._waited_before = time.perf_counter(), self._feed.waited_seconds

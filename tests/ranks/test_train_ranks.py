@@ -1,8 +1,11 @@
 """Training on several real ranks: the numbers of one, and no rank left waiting."""
 
 import itertools
+import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from pipeline.errors import TrainingError
 from pipeline.records import CapturedSample, TokenSample
 from pipeline.runtime.ranks import start_ranks
 from pipeline.train.divide import Division
+from pipeline.train.evaluate import validate
 from pipeline.train.feed import Feed
 from pipeline.train.loop import train
 from pipeline.train.order import Order, Position
@@ -66,6 +70,34 @@ def test_ranks_without_samples_take_part_and_a_bad_sample_stops_all() -> None:
         assert "1 of the step's 2 samples were in micro-batches with a loss that is not finite, on rank " in message
         assert ": sample-0. The weights" in message
     assert torch.equal(results[0][1], results[1][1])
+
+
+def _asked_on_one(rank: int, world_size: int) -> tuple[bool, int, bool]:
+    """A validation with SIGTERM on rank 1 alone, after its first sample; then one without."""
+    ranks, samples = start_ranks(1, None, 1), captured(8, seed=6)
+    learning = learner(ranks)
+    asked: list[int] = []
+    read: list[int] = []
+
+    def source(numbers: Sequence[int]) -> list[CapturedSample]:
+        read.extend(numbers)
+        if rank == 1:
+            asked.append(signal.SIGTERM)
+        return [samples[n] for n in numbers]
+
+    data: Any = SimpleNamespace(source=source, any_thread=False)
+    stopped = validate(learning, learning.evaluated(), data, {"one": range(4), "two": range(4, 8)}, 0, asked)
+    count = len(read)
+    return stopped is None, count, bool(validate(learning, learning.evaluated(), data, {"one": range(4)}, 0))
+
+
+def test_a_validation_that_one_rank_is_asked_to_leave_is_left_by_all() -> None:
+    (none_0, read_0, after_0), (none_1, read_1, after_1) = spawn_ranks(_asked_on_one, 2, timeout=100)
+    assert none_0
+    assert none_1
+    assert after_0
+    assert after_1
+    assert (read_0, read_1) == (4, 2)  # of each set, one sample is read before it is left
 
 
 def _one_rank() -> tuple[list[tuple[int, int]], torch.Tensor]:

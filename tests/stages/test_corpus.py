@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import random
 import subprocess
 import sys
@@ -157,6 +158,28 @@ def test_preview_shows_what_is_supervised(tiny_target: Path, tmp_path: Path) -> 
     finished = run("stages/corpus.py", *arguments, "--row", "7", check=False)
     assert finished.codes == (2,)
     assert "has 3 rows, counted from 0; there is no row 7" in finished.text
+
+
+def test_preview_on_any_terminal(tiny_target: Path, tmp_path: Path) -> None:
+    path = write_chats(tmp_path / "x.jsonl", 60)
+    arguments = ["preview", *command(tmp_path, tiny_target, path, "p", 1)[1:], "--tokens", "--count", "60"]
+    assert r"\u2500\u2500 x.jsonl row 0" in run("stages/corpus.py", *arguments, env={"PYTHONIOENCODING": "ascii"}).text
+    whole = [sys.executable, str(REPOSITORY / "stages/corpus.py"), *arguments]
+    with subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # as `| head` does
+        assert (process.stderr.read(), process.wait()) == ("", 0)
+    for no_colour in ("1", ""):
+        short = write_jsonl(
+            tmp_path / "short.jsonl", [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "one"}]}]
+        )
+        one = [*whole[:2], "preview", *command(tmp_path, tiny_target, short, "q", 1)[1:]]
+        reader, terminal = os.openpty()
+        subprocess.run(one, stdout=terminal, check=True, env={**os.environ, "NO_COLOR": no_colour, "TERM": "xterm"})
+        assert (b"\x1b[1;32m" in os.read(reader, 1 << 12)) == (no_colour == "")
+        os.close(terminal)
+        os.close(reader)
 
 
 def test_stats_count_what_training_can_use(tiny_target: Path, tmp_path: Path) -> None:

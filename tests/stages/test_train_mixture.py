@@ -105,11 +105,12 @@ def test_a_stopped_run_goes_on_at_another_world_size(tmp_path: Path, cached: Pat
 def test_a_run_that_is_bound_by_reading_says_so(
     cached: Path, tmp_path: Path, tiny_target: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once a line of metrics, and not for the first; with the limit at nothing, whatever this machine's disk is."""
-    monkeypatch.setattr(feed, "BOUND_SHARE", 0.0)
-    for mode, times in (("offline", 2), ("online", 0)):
+    """Once, and never in a run of seconds; with the limits at nothing, whatever this machine's disk is."""
+    for mode, limit, times in (("offline", feed.BOUND_SECONDS, 0), ("offline", 0.0, 1), ("online", 0.0, 0)):
         caplog.clear()
-        log_dir = str(tmp_path / mode / "run")
+        monkeypatch.setattr(feed, "BOUND_SHARE", 0.0)
+        monkeypatch.setattr(feed, "BOUND_SECONDS", limit)
+        log_dir = str(tmp_path / f"{mode}-{limit}" / "run")
         settings = _config(tmp_path, cached, tiny_target, trainer__max_steps=3, data__mode=mode, exp_manager__explicit_log_dir=log_dir)
         assert train(settings, start_ranks(1, None, 1))
         assert sum("this run is bound by reading" in record.message for record in caplog.records) == times

@@ -3,10 +3,14 @@
 import json
 import logging
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -14,9 +18,15 @@ from pipeline.capture.run import capture
 from pipeline.config.load import load_config, to_yaml
 from pipeline.config.schema import Config
 from pipeline.errors import CacheMismatchError, ConfigError, TrainingError
+from pipeline.records import CapturedSample
 from pipeline.runtime.ranks import start_ranks
 from pipeline.train.checkpoint import checkpoints, read_state
-from pipeline.train.loop import train
+from pipeline.train.data import training_order
+from pipeline.train.loop import steps_to_the_end, train
+from pipeline.train.modes import open_data
+from pipeline.train.run import start_training
+from pipeline.train.served import evaluate
+from pipeline.train.watch import check_monitors
 from tests.support.tiny import write_chats
 from tests.support.training import config, repeatable
 
@@ -72,10 +82,61 @@ def test_early_stopping_is_the_same_over_a_resume(tmp_path: Path, given: Config,
     assert len(checkpoints(tmp_path / "again/checkpoints")) == 3
 
 
-def test_early_stopping_by_what_is_not_measured_is_an_error(tmp_path: Path, given: Config) -> None:
-    early = {"patience": 1, "monitor": "val/other/loss", "mode": "min"}
-    with pytest.raises(TrainingError, match=r"early_stopping\.monitor is val/other/loss, .* gives val/heldout/accept_len, "):
+@pytest.mark.parametrize(
+    ("monitor", "sets", "words"),
+    [
+        ("val/other/loss", {"heldout": True}, r"monitor is val/other/loss: there is no such validation set, only heldout\."),
+        ("val_served_accept_len", {"heldout": True}, r"trainer\.val_decode_prompts is 0"),
+        ("val_loss", {}, "there is no validation set to judge by"),
+        ("val/one/loss", {"heldout": True, "one": False}, "none of its samples has a usable anchor"),
+        ("val_loss", {"one": False}, "none of its samples has a usable anchor"),
+    ],
+)
+def test_early_stopping_by_what_is_not_measured_is_an_error_at_once(given: Config, monitor: str, sets: dict[str, bool], words: str) -> None:
+    early = {"early_stopping": {"patience": 1, "monitor": monitor}}
+    wanted = Config.model_validate({**given.model_dump(exclude_unset=True), "exp_manager": early})
+    with pytest.raises(ConfigError, match=words):
+        check_monitors(wanted, sets)
+
+
+def test_a_monitor_that_no_validation_gives_ends_the_run_before_its_first_step(
+    tmp_path: Path, given: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    early = {"patience": 1, "monitor": "val/other/loss"}
+    with pytest.raises(ConfigError, match=r"early_stopping\.patience is set, and its monitor is val/other/loss"):
         _train(_changed(given, tmp_path / "run", exp_manager__early_stopping=early))
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert _train(
+        _changed(given, tmp_path / "kept", trainer__max_steps=1, exp_manager__checkpoint_callback_params={"monitor": "val/other/loss"})
+    )
+    assert "no checkpoint is kept for being the best: its monitor is val/other/loss" in caplog.text
+
+
+def test_a_validation_that_is_not_finite_names_its_samples(tmp_path: Path, given: Config) -> None:
+    wanted = _changed(given, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    ranks = start_ranks(1, None, 1)
+    with open_data(wanted, ranks) as data:
+        bad = int(np.flatnonzero(data.split == "heldout")[0])
+
+        def source(numbers: Sequence[int]) -> list[CapturedSample]:
+            found = data.source(numbers)
+            return [replace(s, hidden={n: h * (torch.nan if bad in numbers else 1.0) for n, h in s.hidden.items()}) for s in found]
+
+        training = start_training(wanted, ranks, replace(data, source=source), training_order(data, wanted), tmp_path / "run")
+        name = data.source([bad])[0].tokens.sample_id
+        with training.saver, training.watch, pytest.raises(TrainingError, match=rf"not finite for 1 sample\(s\): {name}\. Check the cache"):
+            steps_to_the_end(training)
+
+
+def test_another_monitor_forgets_what_the_one_before_judged(tmp_path: Path, given: Config) -> None:
+    """The best acceptance length is below every loss here, so as a loss it could not be improved on."""
+    for steps, monitor in ((2, "val_accept_len"), (4, "val_loss")):
+        early = {"patience": 9, "monitor": monitor}
+        assert _train(_changed(given, tmp_path / "run", trainer__max_steps=steps, exp_manager__early_stopping=early))
+    state = read_state(checkpoints(tmp_path / "run/checkpoints")[-1])
+    assert (state["stale"], state["judged_by"]) == (0, "val_loss")
+    assert state["best"] == pytest.approx(state["metrics"]["val_loss"])
 
 
 def test_starting_weights_are_told_and_taken_once(tmp_path: Path, given: Config, caplog: pytest.LogCaptureFixture) -> None:
@@ -93,7 +154,18 @@ def test_starting_weights_are_told_and_taken_once(tmp_path: Path, given: Config,
     assert (told["path"], told["kind"], told["tensors"]) == (source, "Hugging Face folder", len(weights))
     shutil.rmtree(tmp_path / "first/export")  # not needed any more
     assert _train(wanted)
-    assert json.loads((tmp_path / "second/provenance.json").read_text())["init_from_checkpoint"] is None
+    assert json.loads((tmp_path / "second/provenance.json").read_text())["init_from_checkpoint"] == told
+
+
+def test_an_export_that_the_disk_does_not_take_is_one_error(tmp_path: Path, given: Config) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/export").write_text("in the way")
+    wanted = _changed(given, tmp_path / "run", trainer__max_steps=1)
+    with pytest.raises(TrainingError, match=r"export cannot be written: .* goes on from the newest checkpoint"):
+        _train(wanted)
+    (tmp_path / "run/export").unlink()
+    assert _train(wanted)
+    assert (tmp_path / "run/export/config.json").exists()
 
 
 def test_the_run_keeps_the_configuration_as_it_was_said(tmp_path: Path, given: Config) -> None:
@@ -119,3 +191,14 @@ def test_decoding_without_a_target_or_a_prompt_is_an_error(tmp_path: Path, given
     divided = {**given.model.target.model_dump(exclude_unset=True), "tp_size": 2}
     with pytest.raises(ConfigError, match=r"model\.target\.tp_size is 2"):
         _train(_changed(given, tmp_path / "run", trainer__val_decode_prompts=1, model__target=divided))
+
+
+@pytest.mark.slow
+def test_answers_of_one_token_have_no_steps_to_measure(tmp_path: Path, given: Config) -> None:
+    """The prefill gives an answer's first token, so nothing is left for the draft."""
+    wanted = _changed(given, tmp_path / "run", trainer__max_steps=1)
+    assert _train(wanted)
+    section = {"input_cfg": given.data.train_ds.input_cfg, "max_new_tokens": 1, "max_prompts": 2}
+    result = evaluate(Config.model_validate({**wanted.model_dump(exclude_unset=True), "evaluate": section}), start_ranks(1, None, 1))
+    assert (result["new_tokens"], result["served_acceptance_length"], result["lossless"]) == (2, None, True)
+    assert (tmp_path / "run/served.png").exists()

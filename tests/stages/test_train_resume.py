@@ -7,24 +7,30 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from pipeline.config.schema import Config
 from pipeline.errors import CacheLockedError, CheckpointError, DraftError
+from pipeline.records import CapturedSample
 from pipeline.runtime.files import FolderLock
 from pipeline.runtime.ranks import start_ranks
 from pipeline.train.checkpoint import checkpoints
-from pipeline.train.loop import train
+from pipeline.train.data import training_order
+from pipeline.train.loop import steps_to_the_end, train
+from pipeline.train.modes import open_data
+from pipeline.train.run import start_training
 from pipeline.train.watch import read_metrics
 from tests.support.launch import spawn_ranks
 from tests.support.tiny import write_chats
 from tests.support.training import config, repeatable
 
-STEPS = 16  # of 6 an epoch: into the third
+STEPS = 16  # of several epochs
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +55,20 @@ def harmless_sigterm() -> Iterator[None]:
 
 
 def _run(folder: Path, target: Path, chats: Path, **changes: Any) -> bool:
-    """Online, so that no cache has to be captured first; checkpoints and validations fall on different steps."""
-    wanted = {"data__mode": "online", "trainer__max_steps": STEPS, "trainer__val_check_interval": 7, **changes}
+    return train(_config(folder, target, chats, **changes), start_ranks(1, None, 1))
+
+
+def _config(folder: Path, target: Path, chats: Path, **changes: Any) -> Config:
+    """Online, so that no cache has to be captured first; checkpoints and validations, of a few samples, fall on different steps."""
+    wanted = {
+        "data__mode": "online",
+        "data__validation_ds": {"fraction": 0.25},
+        "trainer__max_steps": STEPS,
+        "trainer__val_check_interval": 7,
+        **changes,
+    }
     wanted |= {"exp_manager__checkpoint_callback_params": {"every_n_train_steps": 3, "save_top_k": 0}}
-    return train(config(folder, target, chats, **wanted), start_ranks(1, None, 1))
+    return config(folder, target, chats, **wanted)
 
 
 def _stop_after(folder: Path, step: int, act: Callable[[], None]) -> threading.Thread:
@@ -78,6 +94,7 @@ def _newest(folder: Path) -> Path:
 
 def _same_run(folder: Path, whole: Path) -> None:
     assert repeatable(folder / "run") == repeatable(whole / "run")
+    assert any("val_loss" in record for record in repeatable(whole / "run"))
     for name in ("draft.safetensors", "optimizer.safetensors"):
         assert (_newest(folder) / name).read_bytes() == (_newest(whole) / name).read_bytes()
     assert (folder / "run/export/model.safetensors").read_bytes() == (whole / "run/export/model.safetensors").read_bytes()
@@ -91,6 +108,33 @@ def test_sigterm_writes_a_checkpoint_and_the_same_command_goes_on(tmp_path: Path
         thread.join()
         assert step <= int(_newest(tmp_path).name.removeprefix("step_")) < STEPS
         assert not (tmp_path / "run" / "export").exists()
+    assert _run(tmp_path, tiny_target, chats)
+    _same_run(tmp_path, whole)
+
+
+@pytest.mark.usefixtures("harmless_sigterm")
+def test_sigterm_inside_a_validation_ends_it_and_does_not_lose_it(tmp_path: Path, whole: Path, tiny_target: Path, chats: Path) -> None:
+    """It comes with the first sample that is read for the validation at step 7, and no further one is read."""
+    wanted = _config(tmp_path, tiny_target, chats)
+    ranks = start_ranks(1, None, 1)
+    read: list[int] = []
+    with open_data(wanted, ranks) as data:
+
+        def source(numbers: Sequence[int]) -> list[CapturedSample]:
+            if data.split[numbers[0]] != "train":
+                read.append(numbers[0])
+                _sigterm_to_self()
+            return data.source(numbers)
+
+        folder = Path(wanted.log_dir)
+        folder.mkdir()
+        training = start_training(wanted, ranks, replace(data, source=source), training_order(data, wanted), folder)
+        with training.saver, training.watch:
+            assert not steps_to_the_end(training)
+    assert len(read) == 1
+    assert sum(data.split != "train") > 1
+    stopped = json.loads((_newest(tmp_path) / "state.json").read_text())
+    assert (stopped["step"], stopped["metrics"]) == (7, {})
     assert _run(tmp_path, tiny_target, chats)
     _same_run(tmp_path, whole)
 

@@ -21,7 +21,8 @@ def test_the_configurations_load(path: Path) -> None:
     loaded = load_config("train", str(path), [])
     assert loaded.log_dir.startswith("runs/")
     assert loaded.cache_path is not None
-    partner = load_config("capture", str(path).replace("/train/", "/capture/"), [])
+    name = "quickstart" if path.stem.startswith("quickstart-") else path.stem  # its variants read its cache
+    partner = load_config("capture", str(REPOSITORY / "configs" / "capture" / f"{name}.yaml"), [])
     assert partner.capture.path == loaded.cache_path
     assert partner.model.target.path == loaded.model.target.path
     assert partner.model.target.chat_template_kwargs == loaded.model.target.chat_template_kwargs

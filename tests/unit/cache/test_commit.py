@@ -46,7 +46,7 @@ def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(seed: int, tmp_
     expected = contents(tmp_path / "whole")
     moments, kills = random.Random(seed), 0
     times: dict[int, int] = {}
-    for _ in range(20):
+    for _ in range(8):
         done = committed_shards(tmp_path / "killed")
         for shard in done:
             modified = shard_folder(tmp_path / "killed", shard).stat().st_mtime_ns

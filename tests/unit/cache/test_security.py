@@ -89,8 +89,10 @@ def test_nothing_in_the_pipeline_can_unpickle() -> None:
     for path in sorted((REPOSITORY / "pipeline").rglob("*.py")):
         if path.parent.name == "bench":
             continue  # it times torch.load, of weights alone, on files that it has just written
+        # A DCP folder's index is a pickle: it goes through an unpickler that lets in descriptions of tensors alone, tested with its reader.
+        allowed = ["import pickle"] if path.name == "initial.py" else []
         found = [line for line in path.read_text(encoding="utf-8").splitlines() if forbidden.search(line.replace("model.eval(", ""))]
-        assert [line for line in found if ".eval()" not in line] == [], path
+        assert [line for line in found if ".eval()" not in line] == allowed, path
 
 
 def test_a_configuration_kept_in_a_cache_is_plain_yaml(tmp_path: Path) -> None:

@@ -18,16 +18,16 @@ def test_parts_that_do_not_overlap_go_together_in_any_division(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ((1, 1), (1, 1), f"in use by {ME}"),
-        ((1, 1), (3, 16), f"in use by {ME}"),
-        ((3, 16), (1, 1), f"part 3/16 by {ME}"),
-        ((3, 16), (3, 16), f"part 3/16 by {ME}"),
-        ((3, 16), (1, 2), f"part 3/16 by {ME}"),
-        ((1, 2), (3, 16), f"part 1/2 by {ME}"),
+        ((1, 1), (1, 1), "in use"),
+        ((1, 1), (3, 16), "in use"),
+        ((3, 16), (1, 1), "part 3/16"),
+        ((3, 16), (3, 16), "part 3/16"),
+        ((3, 16), (1, 2), "part 3/16"),
+        ((1, 2), (3, 16), "part 1/2"),
     ],
 )
 def test_what_overlaps_is_refused_and_free_afterwards(tmp_path: Path, first: tuple[int, int], second: tuple[int, int], words: str) -> None:
-    with capture_lock(tmp_path, *first), pytest.raises(CacheLockedError, match=words), capture_lock(tmp_path, *second):
+    with capture_lock(tmp_path, *first), pytest.raises(CacheLockedError, match=f"{words} by {ME}"), capture_lock(tmp_path, *second):
         pass
     with capture_lock(tmp_path, *second):
         pass

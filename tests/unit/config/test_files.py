@@ -8,7 +8,7 @@ from pipeline.config.fields import all_fields
 from pipeline.config.load import Stage, load_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-STAGES: dict[str, tuple[Stage, ...]] = {"capture": ("corpus", "capture"), "train": ("train", "evaluate")}
+STAGES: dict[str, tuple[Stage, ...]] = {"capture": ("corpus", "capture"), "train": ("train", "evaluate"), "sweep": ("sweep", "train")}
 FILES = [(path, stage) for folder, stages in STAGES.items() for path in sorted((CONFIGS / folder).glob("*.yaml")) for stage in stages]
 
 

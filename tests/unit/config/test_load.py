@@ -260,6 +260,14 @@ def test_monitored_metrics_and_folders_in_the_home(tmp_path: Path, monkeypatch: 
     assert config.cache_path == f"{tmp_path}/cache"
 
 
+def test_settings_of_training_that_cannot_be_meant(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("{model: {optim: {lr: 1e-4, sched: {min_lr: 1e-3}}}, exp_manager: {early_stopping: {patience: 2}}}")
+    with pytest.raises(ConfigError, match=r"sched\.min_lr 0\.001 is above lr 0\.0001"):
+        load_config("corpus", str(tmp_path / "c.yaml"), [])
+    with pytest.raises(ConfigError, match=r"early_stopping\.patience is set, and trainer\.val_check_interval is not"):
+        load_config("corpus", str(tmp_path / "c.yaml"), ["model.optim.lr=0.01"])
+
+
 def test_the_worst_is_not_taken_for_the_best(tmp_path: Path) -> None:
     text = "exp_manager: {early_stopping: {monitor: val_loss, mode: max}, checkpoint_callback_params: {mode: min}}"
     (tmp_path / "c.yaml").write_text(text)

@@ -121,6 +121,17 @@ def test_qwen3_like_empty_think_block_of_the_prompt_is_not_supervised() -> None:
         assert found.input_ids[:start].tolist() == prompt_ids(read_template(tokenizer, {"enable_thinking": False}), messages[:-1]).tolist()
 
 
+def test_reasoning_that_was_cut_has_no_end_of_its_own() -> None:
+    tokenizer = build_tokenizer(QWEN3_LIKE)
+    messages = [*chat("q1"), {"role": "assistant", "content": "", "reasoning_content": "it is a long"}]
+    pieces = [
+        ("<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<think>\nit is a long", True),
+        ("\n</think>\n\n<|im_end|>\n", False),
+    ]
+    check(tokenizer, messages, pieces, cut_short=True)
+
+
 def test_an_answer_that_contradicts_the_generation_prompt_is_not_guessed_at() -> None:
     template = read_template(build_tokenizer(QWEN3_LIKE), {"enable_thinking": False})
     found = render(template, chat("q1", "<think>\nbut it thinks\n</think>\n\none"))

@@ -94,7 +94,7 @@ def test_every_row_is_a_sample_or_listed(tiny_target: Path, tmp_path: Path, host
     }
     config = config_of(tiny_target, tmp_path / "p", path, **settings.get(how, {}))
     if how in ("json", "text", "tokens"):
-        entry = {"path": str(path), "type": how, "document": "line"}
+        entry = {"path": str(path), "type": how, **({"document": "line"} if how == "text" else {})}
         if how == "tokens":
             ids = write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": [1, 2, 3]}])
             entries: list[Any] = [entry, {"path": str(ids), "type": "tokens"}]

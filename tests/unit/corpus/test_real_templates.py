@@ -100,3 +100,32 @@ def test_a_row_filled_with_nulls_renders_as_raw_json(smollm2: Any) -> None:
     filled = [{**message, "tool_calls": None} for message in messages]
     ids = smollm2.apply_chat_template(filled, tokenize=True, return_dict=False)
     assert rendered(smollm2, messages).input_ids.tolist() == ids
+
+
+PAIRS = (
+    "cohere",
+    "cohere2",
+    "gemma",
+    "gemma3",
+    "llama3",
+    "phi3",
+    "phi3_5",
+    "qwen2_5",
+    "qwen2_5_vl",
+    "qwen3_instruct_2507",
+    "lfm2",
+    "qwen3_8",
+)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_template_with_generation_marks_supervises_what_it_does_without(name: str) -> None:
+    messages = chat("q1", "one <|im_end|> two", "q2", "", "q3", "  five\n")
+    said = []
+    for tokenizer in (published(name), published(f"{name}_training")):
+        ends = ["<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<|eot_id|>", "<|end|>"]
+        tokenizer.add_special_tokens({"bos_token": "<|endoftext|>", "additional_special_tokens": ends})
+        found = rendered(tokenizer, messages)
+        said.append([tokenizer.decode(found.input_ids[start : start + length]) for start, length in found.spans.tolist()])
+    assert said[0] == said[1]
+    assert len(said[0]) == 3

@@ -173,6 +173,25 @@ def test_token_ids_are_taken_as_they_are(tiny_target: Path, tmp_path: Path) -> N
     assert [d["reason"] for d in dropped(corpus)] == ["token id out of range", "no supervised token"]
 
 
+def test_texts_and_token_ids_need_no_chat_template(tiny_target: Path, tmp_path: Path) -> None:
+    from tests.support.tiny import build_tokenizer
+
+    bare = build_tokenizer()
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path / "bare")
+    ids = write_jsonl(tmp_path / "x.jsonl", [{"input_ids": [5, 6, 7]}])
+    (tmp_path / "x.txt").write_text("The kettle boils")
+    entries: list[dict[str, Any]] = [
+        {"type": "tokens", "path": str(ids)},
+        {"type": "text", "path": str(tmp_path / "x.txt")},
+        {"path": str(write_jsonl(tmp_path / "t.jsonl", [{"body": "The kettle"}])), "keys": {"text": "body"}},
+    ]
+    config = config_of(tmp_path / "bare", tmp_path / "p", ids)
+    assert len(prepare(with_entries(config, *entries))) == 3
+    with pytest.raises(TemplateError, match="bare has no chat template"):
+        prepare(with_entries(config, *entries, {"path": str(write_chats(tmp_path / "c.jsonl", 2))}))
+
+
 # ---- duplicates
 
 
@@ -272,7 +291,7 @@ def test_rules_at_their_defaults_are_no_part_of_the_identity(tiny_target: Path, 
     assert list(corpus.samples_fields) == sorted(
         ["mask_rules", "min_supervised_tokens", "heldout_fraction", "validation_sets", "loss_masks", "splits"]
     )
-    assert corpus.samples_fields["mask_rules"] == 1
+    assert corpus.samples_fields["mask_rules"] == 2
     rules: dict[str, Any] = {
         "too_long": "drop",
         "drop_duplicates": True,

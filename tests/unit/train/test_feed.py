@@ -105,5 +105,7 @@ def _drawn(batch: DraftBatch) -> list[tuple[str, list[int]]]:
 
 
 def test_a_run_is_bound_by_reading_when_it_waits_much() -> None:
-    assert bound_by_reading(0.1, 2) is None
-    assert "43% of the time since the last line went by waiting for samples. Raise data.num_workers (2)" in str(bound_by_reading(0.43, 2))
+    assert bound_by_reading(waited=10.0, seconds=100.0, num_workers=2) is None
+    assert bound_by_reading(waited=3.0, seconds=4.0, num_workers=2) is None  # of a run of seconds
+    told = bound_by_reading(waited=43.0, seconds=100.0, num_workers=2)
+    assert "43% of its time so far went by waiting for samples. Raise data.num_workers (2)" in str(told)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.cache.reader import Cache
+from pipeline.capture.remask import remask
 from pipeline.config.load import load_config, to_yaml
 from pipeline.config.schema import Config
 from pipeline.errors import CacheMismatchError, DraftError
@@ -41,11 +42,25 @@ def test_what_agrees_is_accepted_wherever_it_lies(copied: Path, tiny_target: Pat
         ({"data__max_tokens": 5000}, r"states_identity\.max_tokens: cache 4096, run 5000"),
         ({"data__validation_ds": {"fraction": 0.1}}, r"samples_identity\.heldout_fraction"),
         ({"data__min_supervised_tokens": 3}, r"samples_identity\.min_supervised_tokens"),
+        ({"data__loss_on": "last_turn"}, r"samples_identity\.loss_on: cache \(absent\), run \"last_turn\""),
     ],
 )
 def test_a_setting_that_the_cache_was_not_made_with(captured: Path, tiny_target: Path, changes: dict[str, Any], field: str) -> None:  # noqa: F811
     with pytest.raises(CacheMismatchError, match=rf"differ in 1 field\(s\):\n  {field}"):
         check_cache(_config(tiny_target, captured, **changes), Cache.open(captured / "cache"))
+
+
+def test_rules_that_came_later_are_compared_where_either_side_has_them(copied: Path, tiny_target: Path) -> None:  # noqa: F811
+    check_cache(_config(tiny_target, copied, data__loss_on="all_turns", data__drop_duplicates=False), Cache.open(copied / "cache"))
+    remask(_config(tiny_target, copied, data__loss_on="last_turn"))
+    cache = Cache.open(copied / "cache")
+    assert cache.manifest.samples_identity["loss_on"] == "last_turn"
+    assert cache.manifest.corpus is not None
+    assert cache.manifest.corpus["rows"] == cache.manifest.corpus["kept"]
+    check_cache(_config(tiny_target, copied), cache)
+    check_cache(_config(tiny_target, copied, data__loss_on="last_turn"), cache)
+    with pytest.raises(CacheMismatchError, match=r'1 field\(s\):\n  samples_identity\.loss_on: cache "last_turn", run "all_turns"'):
+        check_cache(_config(tiny_target, copied, data__loss_on="all_turns"), cache)
 
 
 def test_other_weights_tokenizer_template_or_rows(copied: Path, tiny_target: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -133,6 +133,29 @@ def test_the_index_of_a_dcp_folder_cannot_run_anything(tmp_path: Path, weights: 
     assert not (tmp_path / "acted").exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("name", "content"), [(".metadata", b""), ("__0_0.distcp", b"half a file"), ("__0_0.distcp", None)], ids=["index", "data", "no data"]
+)
+def test_a_damaged_dcp_folder_is_one_error(tmp_path: Path, weights: dict[str, torch.Tensor], name: str, content: bytes | None) -> None:
+    save_dcp(weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "dcp" / name).unlink()
+    if content is not None:
+        (tmp_path / "dcp" / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"cannot be read: its .* damaged: "):
+        load_initial(_new(), str(tmp_path / "dcp"))
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"fc.weight": 3}}'])
+def test_an_index_of_another_form_is_one_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="has no weight_map of tensors to files"):
+        load_initial(_new(), str(tmp_path))
+    (tmp_path / "state.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="expected an object, found a list"):
+        load_initial(_new(), str(tmp_path))
+
+
 def test_another_geometry_is_refused_tensor_by_tensor(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
     file = tmp_path / "other.safetensors"
     lacking = {name: w for name, w in weights.items() if name != "norm.weight"}

@@ -3,12 +3,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from pipeline.config.schema import Config
 from pipeline.config.training import ExpManagerSection
+from pipeline.draft.batch import BatchShape
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.train.watch import Watch, check_trackers, read_metrics
+from pipeline.train.feed import Feed
+from pipeline.train.watch import Clock, Watch, check_trackers, read_metrics
 
 
 def _config(**exp_manager: Any) -> Config:
@@ -37,6 +41,14 @@ def test_lines_are_kept_and_figures_go_to_tensorboard(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 2.0)]
 
 
+def test_a_tracker_that_does_not_start_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("no folder")
+    with pytest.raises(
+        ConfigError, match=r"create_tensorboard_logger is true, and tensorboard does not start: .*Mend that, or set it to false"
+    ):
+        Watch(_config(create_tensorboard_logger=True), tmp_path, 10, enabled=True)
+
+
 def test_other_ranks_open_nothing(tmp_path: Path) -> None:
     with Watch(_config(create_tensorboard_logger=True), tmp_path, 10, enabled=False):
         pass
@@ -47,6 +59,14 @@ def test_a_line_that_the_disk_does_not_take_is_one_error(tmp_path: Path) -> None
     (tmp_path / "metrics.jsonl").mkdir()
     with Watch(_config(), tmp_path, 10, enabled=True) as watch, pytest.raises(TrainingError, match=r"metrics\.jsonl cannot be written"):
         watch.record(1, {"loss": 2.5})
+
+
+def test_tokens_of_a_line_are_those_of_the_time_that_it_counts() -> None:
+    """A run that goes on in the middle of a line has the sums of the steps before, and not their time."""
+    feed = Feed(lambda numbers: [], lambda tokens, cycle: np.zeros(0, np.int64), BatchShape((1,), 4, 8, torch.float32), 0)
+    clock = Clock(feed, tokens_seen=800)
+    assert clock.read(1000)[2] == 200
+    assert clock.read(2000)[2] == 1000
 
 
 @pytest.mark.slow

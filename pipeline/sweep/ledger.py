@@ -1,0 +1,239 @@
+"""The ledger of a sweep: an Optuna study. Any Optuna tool reads it, also while the sweep runs.
+
+Of each trial it has the parameters, the state (WAITING, RUNNING, COMPLETE, PRUNED, FAIL), the metric at every validation, and as
+user attributes:
+
+    seed          trainer.seed of the trial
+    settings      the values of the space, as words after the configuration on the command line
+    folder        where it is trained, relative to LOG_DIR
+    cache         digest of the cache
+    steps         optimizer steps: first those it is to make, at the end those it made
+    parameters    of the draft
+    seconds       of its own steps and validations, without reading
+    metrics       of the last validation
+    error         why it failed
+
+A trial is RUNNING from the moment in which a process takes it until that process says how it ended. Whether that process still lives is
+not in the ledger: it holds the lock of the trial's folder.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from pipeline.config.schema import Config
+from pipeline.config.sweep import SweepSection
+from pipeline.errors import ConfigError
+from pipeline.sweep.space import Params, grid, label, suggest
+
+log = logging.getLogger(__name__)
+
+WAITING, RUNNING, COMPLETE, PRUNED, FAIL = (
+    TrialState.WAITING,
+    TrialState.RUNNING,
+    TrialState.COMPLETE,
+    TrialState.PRUNED,
+    TrialState.FAIL,
+)
+SWEEP_CONFIG = "sweep.yaml"
+"""In LOG_DIR: the configuration of the newest launch."""
+MAY_CHANGE = {"sampler", "pruner", "pruner_min_steps", "seeds", "trials", "steps", "hours", "side_by_side", "storage"}
+"""Fields of `sweep` that may differ from launch to launch."""
+
+
+NO_MATTER = {"cache", "prepared_dir", "num_proc", "num_workers"}
+"""Fields of `data` that change nothing in a draft; a cache is known by its digest."""
+
+
+def open_storage(where: str | None, folder: Path) -> BaseStorage:
+    """The storage that `sweep.storage` names, for a sweep in `folder`. Raises `ConfigError` when it cannot be opened."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        if where is not None and "://" not in where:
+            return JournalStorage(JournalFileBackend(where))
+        url = where or f"sqlite:///{folder / 'study.db'}"
+        # Writers of one SQLite file wait for each other.
+        return RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 120}} if url.startswith("sqlite") else None)
+    except Exception as error:  # the database's own driver has its own errors
+        raise ConfigError(f"sweep.storage: {where or folder / 'study.db'} cannot be opened: {error}") from error
+
+
+class Ledger:
+    """The study of one sweep. What proposes or takes trials is called by one process at a time, which `claim.py` sees to."""
+
+    def __init__(self, config: Config) -> None:
+        """Open the study, or begin it. Raises `ConfigError` when it is one of another sweep."""
+        _check_installed(config.sweep.sampler)
+        self.folder = Path(config.log_dir)
+        self.section: SweepSection = config.sweep
+        self._seed = config.trainer.seed
+        self.seeds = config.sweep.seeds or (config.trainer.seed,)
+        self._opened = open_storage(config.sweep.storage, self.folder)
+        self.study: Study = optuna.create_study(
+            storage=self._opened,
+            study_name=config.name,
+            direction="maximize" if config.sweep.better == "max" else "minimize",
+            pruner=_pruner(config),
+            load_if_exists=True,
+        )
+        self.storage = self.study._storage  # which keeps ended trials in memory, and must see all that is done
+        self._check(config)
+
+    def close(self) -> None:
+        self.storage.remove_session()
+        if isinstance(self._opened, RDBStorage):
+            self._opened.engine.dispose()
+
+    def trials(self, *states: TrialState) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=states or None)
+
+    # ---- proposing
+
+    def enqueue_grid(self) -> None:
+        """Put every combination with every seed that is not there yet into the ledger, one seed after the other, so that trials that stand
+        side by side have the same one."""
+        known = {_key(params_of(trial), trial.user_attrs.get("seed")) for trial in self.trials()}
+        for seed in self.seeds:
+            for params in grid(self.section.space):
+                if _key(params, seed) not in known:
+                    self.study.enqueue_trial(params, user_attrs={"seed": seed})
+
+    def propose(self) -> FrozenTrial:
+        """A new setting by the sampler, running with the first seed; with the others it waits."""
+        trial_id = self.storage.create_new_trial(self.storage.get_study_id_from_name(self.study.study_name))
+        return self.described(trial_id)
+
+    def described(self, trial_id: int) -> FrozenTrial:
+        """The running trial with all that belongs to it: what a process that was killed while it proposed has left out is done now."""
+        found = self.storage.get_trial(trial_id)
+        # Seeded by the trial's number: what is proposed does not depend on how many processes propose, nor on restarts.
+        self.study.sampler = _sampler(self.section.sampler, (self._seed * 1_000_003 + found.number) % 2**32)
+        trial = Trial(self.study, trial_id)
+        for name, values in self.section.space.items():
+            suggest(trial, name, values)
+        found = self.storage.get_trial(trial_id)
+        if "seed" not in found.user_attrs:
+            others = [one for one in self.trials() if one.number != found.number and params_of(one) == found.params]
+            taken = {one.user_attrs["seed"] for one in others if "seed" in one.user_attrs}
+            for seed in self.seeds[1:] if not taken & set(self.seeds) else ():
+                self.study.enqueue_trial(found.params, user_attrs={"seed": seed})
+            # Proposed once more, a setting is trained with a further seed: the same again would tell nothing new.
+            self.set(trial_id, seed=self.seeds[0] if self.seeds[0] not in taken else max(taken) + 1)
+        return self.storage.get_trial(trial_id)
+
+    # ---- the life of a trial
+
+    def take(self, trial: FrozenTrial) -> FrozenTrial | None:
+        """The waiting trial, running now; None when another process was quicker."""
+        return self.described(trial._trial_id) if self.storage.set_trial_state_values(trial._trial_id, RUNNING) else None
+
+    def set(self, trial_id: int, **attributes: Any) -> None:
+        for name, value in attributes.items():
+            self.storage.set_trial_user_attr(trial_id, name, value)
+
+    def report(self, trial_id: int, step: int, value: float) -> None:
+        """The metric at a validation; a resumed trial says it again."""
+        self.storage.set_trial_intermediate_value(trial_id, step, value)
+
+    def falls_behind(self, trial_id: int) -> bool:
+        """Whether the pruner would end the trial after what it reported last."""
+        return bool(self.study.pruner.prune(self.study, self.storage.get_trial(trial_id)))
+
+    def end(self, trial_id: int, state: TrialState, value: float | None = None) -> None:
+        """How a trial ended; nothing of it can be changed after that."""
+        assert state not in (WAITING, RUNNING)
+        self.storage.set_trial_state_values(trial_id, state, None if value is None else [value])
+
+    # ---- the identity of the sweep
+
+    def check_cache(self, path: str, digest: str) -> None:
+        """Raise `ConfigError` when trials of this sweep were trained on another cache."""
+        name = f"cache {path}" if "data.cache" in self.section.space else "cache"
+        known = self.study.user_attrs.get(name)
+        if known not in (None, digest):
+            raise ConfigError(
+                f"the cache {path} is not the one that this sweep began with (digest {digest[:16]}, then {known[:16]}): its trials would "
+                "not be comparable. Choose another exp_manager.explicit_log_dir, or bring the cache back."
+            )
+        if known is None:
+            self.study.set_user_attr(name, digest)
+
+    def _check(self, config: Config) -> None:
+        now = _identity(config)
+        known = self.study.user_attrs.get("configuration")
+        if known is None:
+            self.study.set_user_attr("configuration", now)
+        elif known != now:
+            changed = "\n".join(f"  {name}: {old}, now {new}" for name, old, new in _changes(known, now))
+            raise ConfigError(
+                f"the sweep {config.name} in {config.log_dir} was begun with another configuration:\n{changed}\n"
+                "Its trials would not be comparable. Choose another name or exp_manager.explicit_log_dir, or go back to these values."
+            )
+
+
+def params_of(trial: FrozenTrial) -> dict[str, Any]:
+    """Parameters of a trial, those of a waiting one too."""
+    fixed: Mapping[str, Any] = trial.system_attrs.get("fixed_params", {})
+    return {**fixed, **trial.params}
+
+
+def _key(params: Params, seed: int | None) -> str:
+    return json.dumps([{name: label(value) for name, value in params.items()}, seed], sort_keys=True)
+
+
+def _sampler(name: str, seed: int) -> BaseSampler:
+    samplers = optuna.samplers
+    if name == "tpe":
+        return samplers.TPESampler(seed=seed, constant_liar=True)  # trials that run side by side keep apart
+    if name == "qmc":
+        return samplers.QMCSampler(seed=seed, warn_independent_sampling=False)
+    if name == "cmaes":
+        return samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
+    if name == "gp":
+        return samplers.GPSampler(seed=seed)
+    return samplers.RandomSampler(seed=seed)  # of a grid everything is enqueued
+
+
+def _check_installed(name: str) -> None:
+    package = {"qmc": "scipy", "gp": "scipy", "cmaes": "cmaes"}.get(name)
+    if package is not None and find_spec(package) is None:
+        raise ConfigError(f"sweep.sampler: {name} needs {package}, which is not installed: pip install {package}.")
+
+
+def _pruner(config: Config) -> optuna.pruners.BasePruner:
+    section = config.sweep
+    first = section.pruner_min_steps or config.trainer.val_check_interval
+    if section.pruner == "none":
+        return optuna.pruners.NopPruner()
+    if first is None:
+        raise ConfigError(f"sweep.pruner: {section.pruner} looks at validations on the way; set trainer.val_check_interval.")
+    if section.pruner == "median":
+        return optuna.pruners.MedianPruner(n_warmup_steps=first)
+    return optuna.pruners.SuccessiveHalvingPruner(min_resource=first)
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    """What makes trials comparable: the configuration as far as it was given, but for how much is spent and how."""
+    elsewhere: Any = {"exp_manager": True, "evaluate": True, "capture": True, "model": {"target"}, "data": NO_MATTER}
+    given = config.model_dump(mode="json", exclude_unset=True, exclude=elsewhere)
+    given["sweep"] = {name: value for name, value in given["sweep"].items() if name not in MAY_CHANGE}
+    kept: dict[str, Any] = json.loads(json.dumps(given))
+    return kept
+
+
+def _changes(old: Any, new: Any, name: str = "") -> Iterable[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from _changes(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        yield name, old, new

@@ -1,0 +1,95 @@
+"""Who takes which trials; nothing is trained here."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.capture.run import capture
+from pipeline.config.load import load_config
+from pipeline.runtime.ranks import start_ranks
+from pipeline.sweep.claim import Claims, Taken
+from pipeline.sweep.ledger import RUNNING, WAITING, Ledger
+from pipeline.sweep.reading import Readings
+from tests.support.sweeps import write_sweep
+from tests.support.tiny import write_chats
+from tests.support.training import config
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def claims_of(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Callable[..., Claims]:
+    """Makes what one process has of a sweep in the folder NAME."""
+    folder = tmp_path_factory.mktemp("claims")
+    chats = write_chats(folder / "chats.jsonl", 20, seed=3)
+    capture(config(folder, tiny_target, chats, model__target__layer_ids=[1, 2, 4]), start_ranks(1, None, 1))
+
+    def make(name: str, section: dict[str, Any], processes: int = 1) -> Claims:
+        file = str(write_sweep(folder / name, tiny_target, chats, folder / "cache", section))
+        base = load_config("sweep", file, [])
+        Path(base.log_dir).mkdir(exist_ok=True)
+
+        def config_of(words: Any) -> Any:
+            return load_config("train", file, list(words))
+
+        return Claims(base, Ledger(base), Readings(None), config_of, torch.device("cpu"), None, processes)
+
+    return make
+
+
+def _end(group: list[Taken]) -> None:
+    """As when their process is gone."""
+    for trial in group:
+        trial.lock.__exit__(None, None, None)
+
+
+GRID = {"model.optim.lr": {"choice": [1e-3, 2e-3]}, "model.draft.target_layer_ids": {"choice": [[4], [1, 4]]}}
+
+
+def test_processes_take_different_trials_and_those_of_a_dead_one(claims_of: Callable[..., Claims]) -> None:
+    section = {"space": GRID, "seeds": [0, 1], "side_by_side": 3}
+    first, second = claims_of("dead", section), claims_of("dead", section)
+    mine, theirs = first.take_group(), second.take_group()
+    assert [trial.number for trial in mine] == [0, 1, 2]
+    assert [trial.number for trial in theirs] == [3]  # the others have another seed, and so another order
+    rest = second.take_group() + first.take_group()
+    assert [trial.number for trial in rest] == [4, 5, 6, 7]
+    assert first.take_group() == []
+    _end(mine)
+    assert [trial.number for trial in second.take_group()] == [0, 1, 2]
+    assert {trial.state for trial in first.ledger.trials()} == {RUNNING}
+
+
+def test_auto_leaves_trials_for_the_other_processes_of_a_launch(claims_of: Callable[..., Claims]) -> None:
+    first, second = (claims_of("shared", {"space": GRID}, processes=2) for _ in range(2))
+    assert [len(one.take_group()) for one in (first, second, first)] == [2, 2, 0]
+
+
+def test_block_sizes_that_leave_out_other_samples_do_not_stand_side_by_side(claims_of: Callable[..., Claims]) -> None:
+    claims = claims_of("orders", {"space": {"model.draft.block_size": {"choice": [4, 40, 5]}}})
+    groups = [claims.take_group(), claims.take_group()]
+    assert [[trial.config.model.draft.block_size for trial in group] for group in groups] == [[4, 5], [40]]
+
+
+def test_a_budget_of_trials_and_of_steps(claims_of: Callable[..., Claims]) -> None:
+    assert len(claims_of("trials", {"space": GRID, "trials": 3}).take_group()) == 3
+    claims = claims_of("steps", {"space": GRID, "steps": 20})
+    assert len(claims.take_group()) == 3  # of 8 steps each: the third is begun at 16
+    assert claims.take_group() == []
+    assert len(claims.ledger.trials(WAITING)) == 1
+
+
+def test_a_proposal_that_was_cut_short_is_completed(claims_of: Callable[..., Claims]) -> None:
+    section = {"space": {"model.optim.lr": {"uniform": [1e-4, 1e-3]}}, "sampler": "random", "trials": 4, "seeds": [5, 6]}
+    claims = claims_of("cut", section)
+    ledger = claims.ledger
+    ledger.storage.create_new_trial(ledger.storage.get_study_id_from_name(ledger.study.study_name))
+    seeds = [trial.config.trainer.seed for trial in claims.take_group()]
+    assert set(seeds) == {5}
+    waiting = ledger.trials(WAITING)
+    assert [trial.user_attrs["seed"] for trial in waiting] == [6] * len(seeds)
+    same = claims_of("cut again", section)
+    assert [t.config.model.optim.lr for t in same.take_group()] == [t.params["model.optim.lr"] for t in ledger.trials(RUNNING)]

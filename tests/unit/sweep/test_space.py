@@ -1,0 +1,24 @@
+import pytest
+
+from pipeline.config.sweep import DimensionSection
+from pipeline.sweep.space import grid, of_all_layers, overrides, settings
+
+SPACE = {
+    "model.draft.target_layer_ids": DimensionSection(choice=([4], [1, 4], None)),
+    "model.optim.lr": DimensionSection(choice=(1e-5, 0.1)),
+}
+
+
+def test_values_come_back_as_they_were_given() -> None:
+    found = [settings(SPACE, params) for params in grid(SPACE)]
+    assert len(found) == 6
+    assert found[0] == {"model.draft.target_layer_ids": [4], "model.optim.lr": 1e-5}
+    assert overrides(found[2]) == ["model.draft.target_layer_ids=[1, 4]", "model.optim.lr=1.0e-05"]
+    assert overrides(found[5]) == ["model.draft.target_layer_ids=null", "model.optim.lr=0.1"]
+    with pytest.raises(KeyError):
+        settings(SPACE, {"model.optim.lr": 0.1})
+
+
+def test_layers_of_all_choices() -> None:
+    assert of_all_layers([[4], [1, 4]]) == (4, 1)
+    assert of_all_layers([[4], None]) is None
