@@ -5,12 +5,18 @@ has AVX-512 for all: on an AMD EPYC 2.2 times the products a second, equal to MK
 where reading the weights is what takes the time, products are torch's own.
 """
 
+import os
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+
+# Code for every shape of a product is kept, up to 1024 shapes in each of two caches: 700 MiB, where batches are of many lengths. A step
+# has far fewer shapes. Both are read when the first product is made.
+for _cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(_cache, "128")
 
 FEW_ROWS = 4
 """With fewer rows than that, MKL is as quick."""
