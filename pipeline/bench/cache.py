@@ -187,14 +187,19 @@ def _read(cache: Cache, numbers: Sequence[int]) -> None:
         cache.read(number, final=cache.manifest.final, dequantise=False)
 
 
-def _torch_save_rate(samples: Sequence[CapturedSample], folder: Path) -> float:
-    """Samples a second of random reads, when each is a file of its own with the same contents."""
+def save_each(samples: Sequence[CapturedSample], folder: Path) -> None:
+    """Each sample as a file of its own, by torch.save, with the same contents."""
     folder.mkdir()
     for number, sample in enumerate(samples):
         tokens = sample.tokens
         states = {name: state.clone() for name, state in states_of(sample).items()}
         content = {"input_ids": torch.from_numpy(tokens.input_ids.copy()), "spans": torch.from_numpy(tokens.spans.copy()), **states}
         torch.save(content, folder / f"{number}.pt")
+
+
+def _torch_save_rate(samples: Sequence[CapturedSample], folder: Path) -> float:
+    """Samples a second of random reads, when each is a file of its own with the same contents."""
+    save_each(samples, folder)
     at_random = np.random.default_rng(0).permutation(len(samples)).tolist()
 
     def read() -> None:

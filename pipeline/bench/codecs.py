@@ -21,6 +21,7 @@ from pipeline.config.schema import Config
 from pipeline.draft.export import load_draft
 from pipeline.draft.loss import layout_of
 from pipeline.errors import ConfigError, TrainingError
+from pipeline.report.runs import T_975
 from pipeline.report.tables import table
 from pipeline.runtime.files import write_json
 from pipeline.runtime.ranks import Ranks
@@ -33,28 +34,6 @@ log = logging.getLogger(__name__)
 
 LOSSLESS = "lossless"
 LOSSY: tuple[Codec, ...] = ("int8", "int4")
-T_975 = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-    2.110,
-    2.101,
-    2.093,
-)
-"""Student's t of 97.5 % for 1, 2, … degrees of freedom."""
 
 
 @dataclass(frozen=True, slots=True)

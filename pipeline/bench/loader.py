@@ -8,7 +8,7 @@ Then the first three again with the page cache dropped of their files before eve
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.bench.cache import states_of, take_samples, write_copy
+from pipeline.bench.cache import save_each, take_samples, write_copy
 from pipeline.bench.timing import CLOCKS, Clock, in_turns, rate
 from pipeline.cache.codec import Bits, decode_chunk, new_states, take_rows
 from pipeline.cache.layout import CHUNK_TOKENS, ArraySpec, array_data, shard_folder
@@ -24,7 +24,6 @@ from pipeline.cache.openfiles import ArrayFile
 from pipeline.cache.reader import Cache
 from pipeline.cache.recode import recoded_manifest
 from pipeline.errors import BenchError
-from pipeline.records import CapturedSample
 from pipeline.report.tables import table
 
 KINDS = {
@@ -105,16 +104,6 @@ def as_text(found: dict[str, Any]) -> str:
         f"{table(('', 'samples/s', 'least', 'most', 'page cache dropped'), rows)}\n\n"
         f"lossless reads at {found['samples_per_second'] / found['codec_samples_per_second']:.2f} of its codec's speed"
     )
-
-
-def save_each(samples: Sequence[CapturedSample], folder: Path) -> None:
-    """Each sample as a file of its own, by torch.save, with the same contents."""
-    folder.mkdir()
-    for number, sample in enumerate(samples):
-        tokens = sample.tokens
-        states = {name: state.clone() for name, state in states_of(sample).items()}
-        content = {"input_ids": torch.from_numpy(tokens.input_ids.copy()), "spans": torch.from_numpy(tokens.spans.copy()), **states}
-        torch.save(content, folder / f"{number}.pt")
 
 
 def drop_page_cache(folder: Path) -> None:

@@ -5,9 +5,7 @@ import logging
 import multiprocessing
 import os
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,13 @@ from pipeline.errors import CacheLockedError, CheckpointError, DraftError
 from pipeline.records import CapturedSample
 from pipeline.runtime.files import FolderLock
 from pipeline.runtime.ranks import start_ranks
-from pipeline.train.checkpoint import checkpoints
 from pipeline.train.data import training_order
 from pipeline.train.loop import steps_to_the_end, train
 from pipeline.train.modes import open_data
 from pipeline.train.run import start_training
-from pipeline.train.watch import read_metrics
 from tests.support.launch import spawn_ranks
 from tests.support.tiny import write_chats
-from tests.support.training import config, repeatable
+from tests.support.training import after_line, config, newest, repeatable
 
 STEPS = 16  # of several epochs
 
@@ -71,42 +67,25 @@ def _config(folder: Path, target: Path, chats: Path, **changes: Any) -> Config:
     return config(folder, target, chats, **wanted)
 
 
-def _stop_after(folder: Path, step: int, act: Callable[[], None]) -> threading.Thread:
-    """Call `act` once the run in `folder` has written a line for `step`."""
-
-    def watch() -> None:
-        while all(record["step"] < step for record in read_metrics(folder / "run")):
-            time.sleep(0.001)
-        act()
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
-
-
 def _sigterm_to_self() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _newest(folder: Path) -> Path:
-    return checkpoints(folder / "run" / "checkpoints")[-1]
 
 
 def _same_run(folder: Path, whole: Path) -> None:
     assert repeatable(folder / "run") == repeatable(whole / "run")
     assert any("val_loss" in record for record in repeatable(whole / "run"))
     for name in ("draft.safetensors", "optimizer.safetensors"):
-        assert (_newest(folder) / name).read_bytes() == (_newest(whole) / name).read_bytes()
+        assert (newest(folder) / name).read_bytes() == (newest(whole) / name).read_bytes()
     assert (folder / "run/export/model.safetensors").read_bytes() == (whole / "run/export/model.safetensors").read_bytes()
 
 
 @pytest.mark.usefixtures("harmless_sigterm")
 def test_sigterm_writes_a_checkpoint_and_the_same_command_goes_on(tmp_path: Path, whole: Path, tiny_target: Path, chats: Path) -> None:
     for step in (3, 8):
-        thread = _stop_after(tmp_path, step, _sigterm_to_self)
+        thread = after_line(tmp_path, step, _sigterm_to_self)
         assert not _run(tmp_path, tiny_target, chats)
         thread.join()
-        assert step <= int(_newest(tmp_path).name.removeprefix("step_")) < STEPS
+        assert step <= int(newest(tmp_path).name.removeprefix("step_")) < STEPS
         assert not (tmp_path / "run" / "export").exists()
     assert _run(tmp_path, tiny_target, chats)
     _same_run(tmp_path, whole)
@@ -133,7 +112,7 @@ def test_sigterm_inside_a_validation_ends_it_and_does_not_lose_it(tmp_path: Path
             assert not steps_to_the_end(training)
     assert len(read) == 1
     assert sum(data.split != "train") > 1
-    stopped = json.loads((_newest(tmp_path) / "state.json").read_text())
+    stopped = json.loads((newest(tmp_path) / "state.json").read_text())
     assert (stopped["step"], stopped["metrics"]) == (7, {})
     assert _run(tmp_path, tiny_target, chats)
     _same_run(tmp_path, whole)
@@ -144,9 +123,9 @@ def test_sigterm_at_a_validation_puts_it_off_and_does_not_lose_it(tmp_path: Path
     """Validations at every step, so that the stop falls on one."""
     for folder, step in ((tmp_path / "stopped", 4), (tmp_path / "whole", None)):
         if step is not None:
-            _stop_after(folder, step, _sigterm_to_self)
+            after_line(folder, step, _sigterm_to_self)
             assert not _run(folder, tiny_target, chats, trainer__val_check_interval=1)
-            stopped = json.loads((_newest(folder) / "state.json").read_text())
+            stopped = json.loads((newest(folder) / "state.json").read_text())
             assert stopped["metrics"] == {}
         assert _run(folder, tiny_target, chats, trainer__val_check_interval=1)
     _same_run(tmp_path / "stopped", tmp_path / "whole")
@@ -157,10 +136,10 @@ def test_kill_9_loses_only_the_steps_since_the_checkpoint(tmp_path: Path, whole:
     for step in (5, 11):
         child = multiprocessing.get_context("spawn").Process(target=_run, args=(tmp_path, tiny_target, chats))
         child.start()
-        _stop_after(tmp_path, step, child.kill).join(60)
+        after_line(tmp_path, step, child.kill).join(60)
         child.join(10)
         assert child.exitcode == -signal.SIGKILL
-        assert int(_newest(tmp_path).name.removeprefix("step_")) < STEPS
+        assert int(newest(tmp_path).name.removeprefix("step_")) < STEPS
     (tmp_path / "run" / "checkpoints" / ".step_0000012.1-ab.tmp").mkdir()
     with open(tmp_path / "run" / "metrics.jsonl", "a") as stream:
         stream.write('{"step": 99, "lo')
@@ -171,7 +150,7 @@ def test_kill_9_loses_only_the_steps_since_the_checkpoint(tmp_path: Path, whole:
 
 def _stopped_on_two(rank: int, world_size: int, folder: Path, target: Path, chats: Path) -> bool:
     if rank == 1:  # the rank that is told is not the one that writes
-        _stop_after(folder, 7, _sigterm_to_self)
+        after_line(folder, 7, _sigterm_to_self)
     return _run(folder, target, chats)
 
 
@@ -235,10 +214,10 @@ def test_a_folder_is_one_runs(whole: Path, tiny_target: Path, chats: Path) -> No
 
 
 def test_the_target_is_in_no_checkpoint(whole: Path, tiny_target: Path) -> None:
-    names = set(load_file(_newest(whole) / "draft.safetensors"))
+    names = set(load_file(newest(whole) / "draft.safetensors"))
     assert not names & set(load_file(tiny_target / "model.safetensors")) - {n for n in names if n.startswith("layers.")}
     assert {name.split(".")[0] for name in names} == {"fc", "hidden_norm", "norm", "layers"}
-    assert json.loads((_newest(whole) / "state.json").read_text())["step"] == STEPS
+    assert json.loads((newest(whole) / "state.json").read_text())["step"] == STEPS
 
 
 def test_a_mask_token_that_the_corpus_holds_is_refused(tmp_path: Path, tiny_target: Path, chats: Path) -> None:

@@ -4,9 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,9 @@ from pipeline.config.schema import Config
 from pipeline.runtime.ranks import start_ranks
 from pipeline.train.checkpoint import checkpoints
 from pipeline.train.loop import train
-from pipeline.train.watch import read_metrics
 from tests.support.launch import spawn_ranks
 from tests.support.tiny import write_chats
-from tests.support.training import config, repeatable
+from tests.support.training import after_line, config, newest, repeatable
 
 pytestmark = pytest.mark.slow
 
@@ -70,30 +67,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory, given: tuple[Path, Path, Pat
     return folders
 
 
-def _after(folder: Path, step: int, act: Callable[[], None]) -> threading.Thread:
-    """Call `act` once the run in `folder` has written a line for `step`."""
-
-    def watch() -> None:
-        while all(record["step"] < step for record in read_metrics(folder / "run")):
-            time.sleep(0.001)
-        act()
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
-
-
-def _newest(folder: Path) -> Path:
-    return checkpoints(folder / "run" / "checkpoints")[-1]
-
-
 def _same(folder: Path, whole: Path) -> None:
     assert repeatable(folder / "run") == repeatable(whole / "run")
     assert [record["step"] for record in repeatable(folder / "run") if "lr" in record] == list(range(1, STEPS + 1))
-    names = sorted(path.name for path in _newest(whole).iterdir())
-    assert sorted(path.name for path in _newest(folder).iterdir()) == names
+    names = sorted(path.name for path in newest(whole).iterdir())
+    assert sorted(path.name for path in newest(folder).iterdir()) == names
     for name in names:
-        assert (_newest(folder) / name).read_bytes() == (_newest(whole) / name).read_bytes(), name
+        assert (newest(folder) / name).read_bytes() == (newest(whole) / name).read_bytes(), name
     assert (folder / "run/export/model.safetensors").read_bytes() == (whole / "run/export/model.safetensors").read_bytes()
 
 
@@ -101,14 +81,14 @@ def _same(folder: Path, whole: Path) -> None:
 def test_ten_then_sigterm_then_ten_then_kill_9_then_ten(
     tmp_path: Path, given: tuple[Path, Path, Path], whole: dict[str, Path], kind: str
 ) -> None:
-    thread = _after(tmp_path, 10, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    thread = after_line(tmp_path, 10, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert not _run(tmp_path, given, kind)
     thread.join()
-    stopped = int(_newest(tmp_path).name.removeprefix("step_"))
+    stopped = int(newest(tmp_path).name.removeprefix("step_"))
     assert 10 <= stopped < STEPS
     child = multiprocessing.get_context("spawn").Process(target=_run, args=(tmp_path, given, kind))
     child.start()
-    _after(tmp_path, max(20, stopped + 1), child.kill).join(60)
+    after_line(tmp_path, max(20, stopped + 1), child.kill).join(60)
     child.join(10)
     assert child.exitcode == -signal.SIGKILL
     assert _run(tmp_path, given, kind)
@@ -125,7 +105,7 @@ def test_killed(tmp_path: Path, given: tuple[Path, Path, Path], whole: dict[str,
     for path in checkpoints(tmp_path / "run" / "checkpoints"):
         if int(path.name.removeprefix("step_")) > step:
             shutil.rmtree(path)
-    assert int(_newest(tmp_path).name.removeprefix("step_")) == step
+    assert int(newest(tmp_path).name.removeprefix("step_")) == step
     shutil.rmtree(tmp_path / "run" / "export")
     assert _run(tmp_path, given, kind)
     _same(tmp_path, whole[kind])
@@ -135,14 +115,14 @@ def test_what_is_frozen_stays_bit_by_bit(whole: dict[str, Path]) -> None:
     from safetensors.torch import load_file
 
     first, last = (
-        load_file(path / "draft.safetensors") for path in (checkpoints(whole["rich"] / "run/checkpoints")[0], _newest(whole["rich"]))
+        load_file(path / "draft.safetensors") for path in (checkpoints(whole["rich"] / "run/checkpoints")[0], newest(whole["rich"]))
     )
     same = {name for name in first if first[name].equal(last[name])}
     assert same == {name for name in first if "norm" in name and name not in ("norm.weight", "hidden_norm.weight")}
-    moments = load_file(_newest(whole["rich"]) / "optimizer.safetensors")
+    moments = load_file(newest(whole["rich"]) / "optimizer.safetensors")
     assert not [name for name in moments if name.rsplit(".", 1)[0] in same]
     assert {name.rsplit(".", 1)[1] for name in moments} == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
-    average = load_file(_newest(whole["rich"]) / "average.safetensors")
+    average = load_file(newest(whole["rich"]) / "average.safetensors")
     exported = load_file(whole["rich"] / "run/export/model.safetensors")
     assert all(exported[name].equal(average[name]) for name in exported)
     assert not average["fc.weight"].equal(last["fc.weight"])
@@ -150,7 +130,7 @@ def test_what_is_frozen_stays_bit_by_bit(whole: dict[str, Path]) -> None:
 
 def _on_two(rank: int, world_size: int, folder: Path, given: tuple[Path, Path, Path]) -> bool:
     if rank == 1:  # the rank that is told is not the one that writes
-        _after(folder, 10, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        after_line(folder, 10, lambda: os.kill(os.getpid(), signal.SIGTERM))
     return _run(folder, given, "rich")
 
 

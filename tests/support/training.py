@@ -1,9 +1,13 @@
 """Configurations of short trainings on the tiny target, and what of a run must repeat exactly."""
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import Config
+from pipeline.train.checkpoint import checkpoints
 from pipeline.train.watch import read_metrics
 from tests.support.tiny import MASK_TOKEN_ID
 
@@ -47,3 +51,21 @@ def config(folder: Path, target: Path, chats: Path, **changes: Any) -> Config:
 def repeatable(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics without the figures that are times."""
     return [{name: value for name, value in record.items() if name not in TIMES} for record in read_metrics(folder)]
+
+
+def after_line(folder: Path, step: int, act: Callable[[], None]) -> threading.Thread:
+    """Call `act` once the run in `folder` has written a line for `step`."""
+
+    def watch() -> None:
+        while all(record["step"] < step for record in read_metrics(folder / "run")):
+            time.sleep(0.001)
+        act()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def newest(folder: Path) -> Path:
+    """The newest checkpoint of the run in `folder`."""
+    return checkpoints(folder / "run" / "checkpoints")[-1]
