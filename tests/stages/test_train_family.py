@@ -16,10 +16,9 @@ from pipeline.errors import CacheMismatchError, CheckpointError
 from pipeline.runtime.ranks import start_ranks
 from pipeline.train.loop import train
 from pipeline.train.watch import read_metrics
-from tests.stages.test_train_resume import _sigterm_to_self, _stop_after
 from tests.support.family import FEW, OBJECTIVES, SECTIONS
 from tests.support.tiny import write_chats
-from tests.support.training import config, repeatable
+from tests.support.training import after_line, config, repeatable, sigterm_to_self
 
 pytestmark = pytest.mark.slow
 Pair = tuple[str, str]
@@ -65,7 +64,7 @@ def test_a_run_stopped_on_the_way_is_the_run_that_was_not(pair: Pair, tmp_path: 
     ranks = start_ranks(1, None, 1)
     whole, parted = (_config(tmp_path / name, tiny_target, cached, pair) for name in ("whole", "parted"))
     assert train(whole, ranks)
-    thread = _stop_after(tmp_path / "parted", 4, _sigterm_to_self)
+    thread = after_line(tmp_path / "parted", 4, sigterm_to_self)
     finished = train(parted, ranks)
     thread.join()
     if not finished:  # as a rule; a machine may be done before the signal

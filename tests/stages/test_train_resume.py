@@ -24,7 +24,7 @@ from pipeline.train.modes import open_data
 from pipeline.train.run import start_training
 from tests.support.launch import spawn_ranks
 from tests.support.tiny import write_chats
-from tests.support.training import after_line, config, newest, repeatable
+from tests.support.training import after_line, config, newest, repeatable, sigterm_to_self
 
 STEPS = 16  # of several epochs
 
@@ -67,10 +67,6 @@ def _config(folder: Path, target: Path, chats: Path, **changes: Any) -> Config:
     return config(folder, target, chats, **wanted)
 
 
-def _sigterm_to_self() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def _same_run(folder: Path, whole: Path) -> None:
     assert repeatable(folder / "run") == repeatable(whole / "run")
     assert any("val_loss" in record for record in repeatable(whole / "run"))
@@ -82,7 +78,7 @@ def _same_run(folder: Path, whole: Path) -> None:
 @pytest.mark.usefixtures("harmless_sigterm")
 def test_sigterm_writes_a_checkpoint_and_the_same_command_goes_on(tmp_path: Path, whole: Path, tiny_target: Path, chats: Path) -> None:
     for step in (3, 8):
-        thread = after_line(tmp_path, step, _sigterm_to_self)
+        thread = after_line(tmp_path, step, sigterm_to_self)
         assert not _run(tmp_path, tiny_target, chats)
         thread.join()
         assert step <= int(newest(tmp_path).name.removeprefix("step_")) < STEPS
@@ -102,7 +98,7 @@ def test_sigterm_inside_a_validation_ends_it_and_does_not_lose_it(tmp_path: Path
         def source(numbers: Sequence[int]) -> list[CapturedSample]:
             if data.split[numbers[0]] != "train":
                 read.append(numbers[0])
-                _sigterm_to_self()
+                sigterm_to_self()
             return data.source(numbers)
 
         folder = Path(wanted.log_dir)
@@ -123,7 +119,7 @@ def test_sigterm_at_a_validation_puts_it_off_and_does_not_lose_it(tmp_path: Path
     """Validations at every step, so that the stop falls on one."""
     for folder, step in ((tmp_path / "stopped", 4), (tmp_path / "whole", None)):
         if step is not None:
-            after_line(folder, step, _sigterm_to_self)
+            after_line(folder, step, sigterm_to_self)
             assert not _run(folder, tiny_target, chats, trainer__val_check_interval=1)
             stopped = json.loads((newest(folder) / "state.json").read_text())
             assert stopped["metrics"] == {}
@@ -150,7 +146,7 @@ def test_kill_9_loses_only_the_steps_since_the_checkpoint(tmp_path: Path, whole:
 
 def _stopped_on_two(rank: int, world_size: int, folder: Path, target: Path, chats: Path) -> bool:
     if rank == 1:  # the rank that is told is not the one that writes
-        after_line(folder, 7, _sigterm_to_self)
+        after_line(folder, 7, sigterm_to_self)
     return _run(folder, target, chats)
 
 

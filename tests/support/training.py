@@ -1,5 +1,7 @@
 """Configurations of short trainings on the tiny target, and what of a run must repeat exactly."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -69,3 +71,7 @@ def after_line(folder: Path, step: int, act: Callable[[], None]) -> threading.Th
 def newest(folder: Path) -> Path:
     """The newest checkpoint of the run in `folder`."""
     return checkpoints(folder / "run" / "checkpoints")[-1]
+
+
+def sigterm_to_self() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
