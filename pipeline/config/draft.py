@@ -104,6 +104,14 @@ class ObjectiveSection(Section):
     num_anchors: Positive = Field(512, description="most anchors drawn from one sample an epoch")
     anchor_fit: Literal["full", "partial"] = Field("full", description="whether a block must fit before the sample's end")
 
+    @model_validator(mode="after")
+    def _weights_of_the_name(self) -> "ObjectiveSection":
+        if self.weights is not None and self.name not in ("variable_prefix", "distill", self.weights):
+            raise ValueError(
+                f"weights {self.weights} is without effect: objective {self.name} says itself what slots weigh; leave weights out"
+            )
+        return self
+
     @property
     def needs_final(self) -> bool:
         """Whether the target's final hidden states are needed, from which its distribution is recomputed."""

@@ -159,6 +159,8 @@ def _geometry_faults(config: DraftConfig) -> list[str]:
             faults.append(f"variant {config.variant} on a Kimi K3 backbone, which no server reads")
     elif config.head_dim % 2:
         faults.append(f"head_dim {config.head_dim} is odd, and RoPE turns pairs")
+    if config.final_logit_softcapping is not None and not config.final_logit_softcapping > 0:
+        faults.append(f"final_logit_softcapping is {config.final_logit_softcapping}, expected more than 0")
     if config.block_size < 2:
         faults.append(f"block_size {config.block_size} leaves no slot to predict; use at least 2")
     if len(config.layer_types) != config.num_hidden_layers or not set(config.layer_types) <= {FULL, SLIDING}:

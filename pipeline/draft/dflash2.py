@@ -92,12 +92,12 @@ class Selector(nn.Module):
 
 
 def faults(config: DraftConfig) -> list[str]:
-    found = []
-    if config.hidden_size % config.conv_group_size:
+    found = [f"{name} is {getattr(config, name)}, expected at least 1" for name in _SIZES if getattr(config, name) < 1]
+    if config.conv_group_size > 0 and config.hidden_size % config.conv_group_size:
         found.append(f"conv_group_size {config.conv_group_size} does not divide the hidden size {config.hidden_size}")
     if not 1 <= config.selector_top_k <= config.vocab_size:
         found.append(f"selector_top_k is {config.selector_top_k}, expected 1..{config.vocab_size}")
-    return found + [f"{name} is {getattr(config, name)}, expected at least 1" for name in _SIZES if getattr(config, name) < 1]
+    return found
 
 
 _SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank")

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -10,6 +11,8 @@ from pipeline.draft.model import Draft
 from pipeline.draft.published import from_json, to_json
 from pipeline.errors import DraftError
 from pipeline.runtime.files import follow_umask
+
+DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def export_draft(draft: Draft, folder: Path) -> None:
@@ -26,8 +29,8 @@ def export_draft(draft: Draft, folder: Path) -> None:
 def load_draft(folder: Path) -> Draft:
     """The draft of `folder`, ours or a published one, in the dtype of its file, on the CPU.
 
-    Raises `DraftError` for a missing or unreadable file, and for any tensor that is missing, unknown or of another shape than
-    `config.json` says.
+    Raises `DraftError` for a missing or unreadable file, and for any tensor that is missing, unknown, of another shape than
+    `config.json` says, or quantised.
     """
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
@@ -52,5 +55,9 @@ def load_draft(folder: Path) -> Draft:
     if faults:
         raise DraftError(f"{folder}/model.safetensors does not fit its config.json: " + "; ".join(faults))
     dtypes = {tensor.dtype for tensor in weights.values()}
+    if strange := sorted(str(dtype).removeprefix("torch.") for dtype in dtypes - DTYPES):
+        raise DraftError(
+            f"{folder}/model.safetensors: its tensors are {', '.join(strange)}; expected weights in float32, bfloat16 or float16"
+        )
     draft.load_state_dict(weights)
     return draft.to(dtypes.pop()) if len(dtypes) == 1 else draft

@@ -79,6 +79,12 @@ def from_json(values: Mapping[str, Any]) -> DraftConfig:
     merged = {**values, **dflash}
     if missing := [name for name in REQUIRED if merged.get(name) is None]:
         raise DraftError(f"the draft's config.json lacks {', '.join(missing)}")
+    for name in REQUIRED:
+        if None not in (values.get(name), dflash.get(name)) and values[name] != dflash[name]:
+            raise DraftError(
+                f"the draft's config.json has {name} {values[name]} at the top level and {dflash[name]} in dflash_config, and servers "
+                "differ in which they read; leave the wrong one out"
+            )
     variant = _variant(values, dflash)
     latent = LatentShape.from_json(values) if is_kimi(values) else None
     activation = "silu" if latent is None else ACTIVATION
@@ -109,7 +115,7 @@ def from_json(values: Mapping[str, Any]) -> DraftConfig:
         # Like z-lab's class: at the top level too, and a soft cap of 0 is none.
         input_embedding_scale=float(merged.get("input_embedding_scale") or 1.0),
         output_multiplier=float(merged.get("output_multiplier") or 1.0),
-        final_logit_softcapping=merged.get("final_logit_softcapping") or None,
+        final_logit_softcapping=float(merged.get("final_logit_softcapping") or 0.0) or None,
         latent=latent,
         variant=variant,
         **_options(variant, dflash),
@@ -141,12 +147,13 @@ def _variant(values: Mapping[str, Any], dflash: Mapping[str, Any]) -> str:
 def _plain_rope_theta(values: Mapping[str, Any]) -> float:
     """RoPE's base of a draft. Any scaling is refused: a key that is read and not applied would change what is served."""
     for where in ("rope_parameters", "rope_scaling"):
-        rope = values.get(where) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise DraftError(f"the draft's config.json has {where} of type {kind!r}; only 'default' (plain RoPE) is built")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise DraftError(f"the draft's config.json has a partial_rotary_factor in {where}; only whole heads are turned")
+        whole = values.get(where) or {}
+        for rope in (whole, *(whole.get(layers) or {} for layers in (FULL, SLIDING))):
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            if kind != "default":
+                raise DraftError(f"the draft's config.json has {where} of type {kind!r}; only 'default' (plain RoPE) is built")
+            if rope.get("partial_rotary_factor", 1.0) != 1.0:
+                raise DraftError(f"the draft's config.json has a partial_rotary_factor in {where}; only whole heads are turned")
     if values.get("partial_rotary_factor") not in (None, 1.0):
         raise DraftError("the draft's config.json has a partial_rotary_factor; only whole heads are turned")
     return rope_theta_of(values)

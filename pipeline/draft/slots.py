@@ -126,10 +126,12 @@ def dpace_weights(section: ObjectiveSection, losses: torch.Tensor, supervised: t
     confidence = smooth.cumprod(dim=-1)
     if section.dpace_weights == "cumulative_confidence":
         return confidence
-    rest = (confidence * supervised).flip(-1).cumsum(dim=-1).flip(-1)
-    if section.dpace_weights == "continuation_value":
-        return rest / confidence.clamp(min=torch.finfo(confidence.dtype).tiny)
-    return rest
+    # Σ_{j≥k} C_j·m_j / C_k, from the last slot back: a C that is too small for float32 would make 0 / 0 of a quotient.
+    rest = [supervised[..., -1].to(losses.dtype)]
+    for slot in reversed(range(losses.shape[-1] - 1)):
+        rest.append(supervised[..., slot] + smooth[..., slot + 1] * rest[-1])
+    value = torch.stack(rest[::-1], dim=-1)
+    return value if section.dpace_weights == "continuation_value" else confidence * value
 
 
 def weigh_by(section: ObjectiveSection, fixed: torch.Tensor, block: torch.Tensor, slot: torch.Tensor) -> Weigh:

@@ -35,7 +35,7 @@ def bundle_of(target: Target) -> TargetBundle:
         config=target.config,
         input_embedding_scale=_embedding_scale(target),
         output_multiplier=output_multiplier(target.config),
-        final_logit_softcapping=target.config.get("final_logit_softcapping"),
+        final_logit_softcapping=target.config.get("final_logit_softcapping") or None,
     ).check()
 
 

@@ -32,8 +32,12 @@ from pipeline.train.checkpoint import AVERAGE, DRAFT, read_state, read_tensors
 log = logging.getLogger(__name__)
 
 INDEX, SINGLE, DCP_INDEX = "model.safetensors.index.json", "model.safetensors", ".metadata"
-COMPUTED = ("rope_theta", "rms_norm_eps", "num_attention_heads", "target_layer_ids", "sliding_window", "layer_types", "variant", "latent")
-"""Geometry that shapes do not show."""
+COMPUTED = (
+    *("rope_theta", "rms_norm_eps", "num_attention_heads", "target_layer_ids", "sliding_window", "layer_types", "variant", "latent"),
+    *("block_size", "mask_token_id", "shift_label", "pure_draft_prefix_len"),
+    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+)
+"""Of a draft's geometry, and of what it is fed and asked, what shapes do not show."""
 DCP_CLASSES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},

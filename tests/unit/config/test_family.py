@@ -42,6 +42,7 @@ def test_every_variant_with_its_own_fields(tmp_path: Path) -> None:
             "model: .*objective variable_prefix with variant domino: the correction's GRU starts at the anchor",
         ),
         ("{draft: {variant: eagle}}", r"model\.draft\.variant"),
+        ("{objective: {name: decay, weights: uniform}}", r"model\.objective: .*weights uniform is without effect: objective decay"),
         ("{objective: {name: distill, divergence: js}}", r"model\.objective\.divergence"),
     ],
 )

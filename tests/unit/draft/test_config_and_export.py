@@ -163,6 +163,7 @@ def test_published_configs() -> None:
     ("changes", "message"),
     [
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 4.0}}, "rope_parameters of type 'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1.0}}}, "rope_parameters of type 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
@@ -172,6 +173,8 @@ def test_published_configs() -> None:
         ({"dflash_config": {"target_layer_ids": [1]}}, "lacks mask_token_id"),
         ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 29, "projector_type": "mlp"}}, "projector_type 'mlp'"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+        ({"block_size": 7}, "block_size 7 at the top level and 3 in dflash_config"),
+        ({"final_logit_softcapping": -3.0}, "final_logit_softcapping is -3.0, expected more than 0"),
     ],
 )
 def test_configs_that_would_be_computed_otherwise(changes: dict[str, Any], message: str) -> None:
@@ -187,6 +190,8 @@ def damage(folder: Path, how: str) -> None:
         weights["embed_tokens.weight"] = torch.zeros(2, 2)
     elif how == "shape":
         weights["fc.weight"] = torch.zeros(3, 3)
+    elif how == "codes":
+        weights = {name: tensor.int() for name, tensor in weights.items()}
     save_file(weights, folder / "model.safetensors")
     if how == "cut":
         file = folder / "model.safetensors"
@@ -204,6 +209,7 @@ def damage(folder: Path, how: str) -> None:
         ("extra", "embed_tokens.weight is not a tensor of this draft"),
         ("shape", r"fc.weight is \[3, 3\], expected \[12, 24\]"),
         ("cut", "damaged"),
+        ("codes", "its tensors are int32"),
         ("no config", "config.json is missing"),
         ("half a config", "damaged"),
     ],

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.config.draft import ObjectiveSection
 from pipeline.draft import attention, groups, head
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.loss import base_share, objective
 from pipeline.draft.model import Draft, new_in_variant
-from pipeline.draft.slots import block_ids, embed_blocks
+from pipeline.draft.slots import block_ids, dpace_weights, embed_blocks
 from pipeline.errors import DraftError
 from pipeline.records import TargetBundle
 from tests.support.family import FAMILY, FEW, PAIRS, family_batch, family_config, family_draft, section_of, slow_sums
@@ -165,6 +166,7 @@ def test_the_share_of_the_base_falls_to_nothing_in_the_first_half() -> None:
         ("dflash2", {"conv_group_size": 5}, "conv_group_size 5 does not divide the hidden size 12"),
         ("dflash2", {"selector_top_k": 31}, r"selector_top_k is 31, expected 1\.\.30"),
         ("dflash2", {"selector_rank": 0}, "selector_rank is 0"),
+        ("dflash2", {"conv_group_size": 0}, "conv_group_size is 0"),
         ("domino", {"pure_draft_prefix_len": 3}, "leaves no slot of a block of 4 to correct"),
         ("domino", {"emb_dim": 0}, "emb_dim is 0"),
     ],
@@ -173,6 +175,17 @@ def test_sizes_that_cannot_work(draft: str, changes: dict[str, Any], message: st
     config: DraftConfig = family_config(draft, **changes)
     with pytest.raises(DraftError, match=message):
         Draft(config)
+
+
+def test_the_continuation_value_of_unlikely_slots_is_exact() -> None:
+    """At the start of training the product of fifteen probabilities is too small for float32; of what is left of it, little is."""
+    section = ObjectiveSection(name="dpace", dpace_weights="continuation_value", dpace_alpha=0.0)
+    losses, supervised = torch.full((2, 16), 11.5), torch.ones(2, 16, dtype=torch.bool)
+    supervised[:, 0] = supervised[1, 9] = False
+    smooth = torch.where(supervised, torch.exp(-losses.double()), 1.0)
+    confidence = smooth.cumprod(dim=-1)
+    expected = (confidence * supervised).flip(-1).cumsum(dim=-1).flip(-1) / confidence
+    torch.testing.assert_close(dpace_weights(section, losses, supervised)[:, 1:].double(), expected[:, 1:], rtol=1e-5, atol=0)
 
 
 def test_a_teacher_needs_final_states_and_an_rms_norm() -> None:

@@ -89,6 +89,18 @@ def test_other_rope_beside_the_same_shapes_is_warned_of(tmp_path: Path, caplog: 
     assert "rope_theta was 500000.0 for these weights, this run has 10000.0" in caplog.text
 
 
+def test_another_meaning_of_the_same_shapes_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What slots predict, what they are fed, and what their logits go through."""
+    domino = {"variant": "domino", "emb_dim": 4, "gru_hidden_dim": 4}
+    export_draft(learner(start_ranks(1, None, 1), draft=domino).draft, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["dflash_config"] |= {"shift_label": True, "mask_token_id": 7, "output_multiplier": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_initial(learner(start_ranks(1, None, 1), draft=domino).draft, str(tmp_path))
+    for told in ("shift_label was True", "mask_token_id was 7", "output_multiplier was 0.5"):
+        assert f"{told} for these weights" in caplog.text
+
+
 def test_a_checkpoint_of_ours_gives_its_average(tmp_path: Path) -> None:
     learning = learner(start_ranks(1, None, 1), ema_decay=0.9)
     with torch.no_grad():
