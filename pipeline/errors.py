@@ -17,6 +17,7 @@
     ├── DraftError                a draft whose geometry, mask token or layers cannot work
     ├── CheckpointError           a checkpoint that is damaged or belongs to another run
     ├── TrainingError             a run that cannot go on: a loss that is not finite, no usable sample
+    │   └── DiskError             the disk does not take what a run writes beside its checkpoints
     └── BenchError                a measurement that cannot be made here
 
 A message says what was found, what was expected, where, and what to do. Anything that is not a `PipelineError` is a bug
@@ -92,6 +93,10 @@ class CheckpointError(PipelineError):
 
 class TrainingError(PipelineError):
     """Training cannot start or go on."""
+
+
+class DiskError(TrainingError):
+    """The disk does not take metrics, an export or another file of a run; the run is not to blame, and goes on once that is mended."""
 
 
 class BenchError(PipelineError):

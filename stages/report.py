@@ -26,10 +26,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--measure-target", action="store_true", help="load the configuration's target and measure both here")
     arguments = parser.parse_args(argv)
+    if arguments.target_ms is not None and arguments.target_ms <= 0:
+        parser.error(f"--target-ms {arguments.target_ms:g}: expected a time above 0")
+    if arguments.measure_target and arguments.target_ms is not None:
+        parser.error("--measure-target and --target-ms: give one")
+    if arguments.target_tokens_per_second is not None and arguments.target_ms is None:
+        parser.error("--target-tokens-per-second goes with --target-ms")
     setup_logs(0, None)
     try:
         print(_report(arguments))
-    except PipelineError as error:
+    except (PipelineError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -52,7 +58,9 @@ def _report(arguments: argparse.Namespace) -> Path:
             target = target_of(arguments.runs, ranks)
         elif arguments.target_ms is not None:
             step = arguments.target_ms / 1e3
-            target = TargetSpeed(step, {}, arguments.target_tokens_per_second, f"{arguments.target_ms:g} ms a step, as given")
+            target = TargetSpeed(
+                step, {}, arguments.target_tokens_per_second, f"{arguments.target_ms:g} ms a step, as given, for a block too"
+            )
         return write_report(gather(arguments.runs, target, ranks.device), arguments.out or arguments.runs[0] / "report")
     finally:
         stop_ranks()

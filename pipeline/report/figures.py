@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.report.runs import Estimate, Row, Run
+from pipeline.report.runs import Estimate, Row, Run, is_range
 
 SHOWN = 6
 """Settings that a picture tells apart by name; the others are in grey."""
@@ -123,7 +123,7 @@ def settings_effects(found: Mapping[str, tuple[Mapping[Any, Estimate], float]], 
     def draw(figure: Figure, theme: Theme) -> None:
         panels = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
         for axes, (name, (levels, share)) in zip(panels, shown, strict=True):
-            numeric = len(levels) > 6 and all(isinstance(value, int | float) for value in levels)
+            numeric = is_range(levels)
             at = [float(value) for value in levels] if numeric else list(range(len(levels)))
             means = [level.mean for level in levels.values()]
             axes.errorbar(at, means, [level.half or 0 for level in levels.values()], fmt="o", color=theme.accent, ms=5, capsize=3, lw=1.2)
@@ -190,6 +190,7 @@ def _style(theme: Theme) -> Any:
         "legend.frameon": False,
         "legend.labelcolor": theme.text,
         "svg.hashsalt": "report",
+        "text.parse_math": False,  # what is swept may hold a $
         "text.color": theme.text,
         "xtick.color": theme.faint,
         "xtick.labelcolor": theme.text,

@@ -62,7 +62,7 @@ def _page(report: Report, rows: Sequence[Row], images: Mapping[str, str]) -> str
         + "Speed-up = val_walk_accept_len × target's step ÷ (draft's block + target's verification).",
         "slots": "How often slot k of a block is right, whatever came before it.",
         "settings": "Mean over all runs that have a value, with its 95 % interval; the share is of the variance over runs (η²), one field "
-        "at a time.",
+        "at a time, and of a range that of its lower, middle and upper third of values.",
     }
     titles = {"curves": "Curves", "pareto": "Acceptance against cost", "slots": "Accuracy by slot", "settings": "What the settings do"}
     order = ("pareto", "settings", "curves", "slots")

@@ -1,8 +1,9 @@
 """What a report knows of runs: plain values, put together elsewhere."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 T_975 = (
@@ -10,6 +11,8 @@ T_975 = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093),
 )
 """Student's t of 97.5 % for 1, 2, … degrees of freedom."""
+PARTS = 3
+"""Into which a range is cut to tell how much it matters."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def leaderboard(runs: Sequence[Run], mode: str, target: TargetSpeed | None) -> l
 
 
 def effects(runs: Sequence[Run]) -> dict[str, tuple[dict[Any, Estimate], float]]:
-    """By setting: the metric at each of its values, and the share of the variance over runs that these means explain (η²)."""
+    """By setting: the metric at each of its values, and the share of the variance over runs that these means explain (η²). Of a range,
+    of which every run has a value of its own, the share is that of its `PARTS`: of single values it would always be all."""
     ended = [run for run in runs if run.value is not None and run.state == "COMPLETE"]
     values = [run.value or 0.0 for run in ended]
     total = sum((value - sum(values) / len(values)) ** 2 for value in values) if values else 0.0
@@ -126,10 +130,23 @@ def effects(runs: Sequence[Run]) -> dict[str, tuple[dict[Any, Estimate], float]]
         if len(groups) < 2:
             continue
         mean = sum(values) / len(values)
-        between = sum(len(group) * (sum(group) / len(group) - mean) ** 2 for group in groups.values())
         ordered = sorted(groups, key=lambda value: (isinstance(value, str), value if isinstance(value, str) else float(value or 0)))
+        shared = _in_parts([groups[value] for value in ordered]) if is_range(ordered) else list(groups.values())
+        between = sum(len(group) * (sum(group) / len(group) - mean) ** 2 for group in shared)
         found[name] = ({value: Estimate.of(groups[value]) for value in ordered}, between / total if total else 0.0)
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def is_range(values: Iterable[Any]) -> bool:
+    """Whether these are so many numbers that they are points of a range rather than choices."""
+    values = list(values)
+    return len(values) > 2 * PARTS and all(isinstance(value, int | float) for value in values)
+
+
+def _in_parts(groups: Sequence[Sequence[float]]) -> list[list[float]]:
+    """`PARTS` neighbouring parts of about as many groups each."""
+    edges = [round(part * len(groups) / PARTS) for part in range(PARTS + 1)]
+    return [[value for group in groups[low:high] for value in group] for low, high in pairwise(edges)]
 
 
 def _behind(group: Sequence[Run], best: Sequence[Run]) -> Estimate | None:

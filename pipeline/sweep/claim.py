@@ -22,6 +22,8 @@ from pipeline.sweep.ledger import FAIL, RUNNING, WAITING, Ledger, params_of
 from pipeline.sweep.memory import available_bytes, batch_bytes, draft_bytes
 from pipeline.sweep.reading import Readings
 from pipeline.sweep.space import overrides, settings
+from pipeline.train.data import training_order
+from pipeline.train.optim import total_steps
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ MOST_WHILE_LEARNING = 8
 LEARNING = ("tpe", "gp", "cmaes")
 MISSES = 4
 """New settings in a row that read something else than the group, after which no more are proposed for it."""
+FAILURES = 64
+"""New settings in a row that cannot be, after which the space is taken to hold no other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +49,12 @@ class Taken:
 
 @dataclass(frozen=True, eq=False)
 class _Described:
-    """A trial in words; its configuration and the key of its reading, or why it cannot be."""
+    """A trial in words; its configuration, the key of its reading and its steps as far as a budget needs them, or why it cannot be."""
 
     words: tuple[str, ...]
     config: Config | None
     key: str
+    steps: int = 0
     error: PipelineError | None = None
 
 
@@ -101,11 +106,17 @@ class Claims:
             if not room.may_begin():
                 return
             yield trial
-        misses = 0
-        while self.base.sweep.sampler != "grid" and misses < MISSES and room.may_begin():
-            before = room.drafts
-            yield self.ledger.propose()
-            misses = 0 if room.drafts > before else misses + 1
+        misses = failures = 0
+        while self.base.sweep.sampler != "grid" and misses < MISSES and failures < FAILURES and room.may_begin():
+            before, trial = room.drafts, self.ledger.propose()
+            room.begin(trial.number, self._describe(trial).steps)
+            yield trial
+            if room.drafts > before:
+                misses = failures = 0
+            elif self.ledger.storage.get_trial(trial._trial_id).state == FAIL:
+                failures += 1
+            else:
+                misses += 1
 
     def _describe(self, trial: FrozenTrial) -> _Described:
         if trial.state == RUNNING and "seed" not in trial.user_attrs:
@@ -120,10 +131,15 @@ class Claims:
             }
             try:
                 config = without_sweep(self.config_of([*words, *overrides(own)]))
-                self._known[trial.number] = _Described(words, config, self.readings.key(config))
+                self._known[trial.number] = _Described(words, config, self.readings.key(config), self._steps(config))
             except PipelineError as error:
-                self._known[trial.number] = _Described(words, None, "", error)
+                self._known[trial.number] = _Described(words, None, "", error=error)
         return self._known[trial.number]
+
+    def _steps(self, config: Config) -> int:
+        if config.trainer.max_steps is not None or self.base.sweep.steps is None:
+            return config.trainer.max_steps or 0
+        return total_steps(config.trainer, training_order(self.readings.of(config), config).steps)
 
     def _folder(self, trial: FrozenTrial) -> Path:
         return Path(self.base.log_dir) / "trials" / f"{trial.number:04d}"
@@ -135,7 +151,7 @@ class Claims:
             if config is not None and not room.has_for(config):
                 return None
         except PipelineError as error:
-            described, config = _Described(described.words, None, "", error), None
+            described, config = _Described(described.words, None, "", error=error), None
         folder.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(folder)
         try:
@@ -147,16 +163,17 @@ class Claims:
         if state.is_finished() or (state == WAITING and self.ledger.take(trial) is None):
             lock.__exit__(None, None, None)
             return None
-        self.ledger.set(trial._trial_id, settings=list(described.words), folder=str(folder.relative_to(self.base.log_dir)))
+        room.begin(trial.number, described.steps)
+        self.ledger.set(
+            trial._trial_id, settings=list(described.words), folder=str(folder.relative_to(self.base.log_dir)), steps=described.steps
+        )
         if config is None:
             log.warning("trial %d (%s) cannot be: %s", trial.number, " ".join(described.words), described.error)
             self.ledger.set(trial._trial_id, error=f"{type(described.error).__name__}: {described.error}")
             self.ledger.end(trial._trial_id, FAIL)
             lock.__exit__(None, None, None)
             return None
-        if config.trainer.max_steps is not None:
-            self.ledger.set(trial._trial_id, steps=config.trainer.max_steps)
-        room.take(config, trial.number)
+        room.take(config)
         return Taken(trial._trial_id, trial.number, config, folder, lock)
 
 
@@ -166,7 +183,7 @@ class _Room:
     def __init__(self, claims: Claims) -> None:
         section, begun = claims.base.sweep, [trial for trial in claims.ledger.trials() if trial.state != WAITING]
         self._claims, self._section, self.drafts = claims, section, 0
-        self._begun, self._steps = {trial.number for trial in begun}, sum(int(trial.user_attrs.get("steps", 0)) for trial in begun)
+        self._begun = {trial.number: int(trial.user_attrs.get("steps", 0)) for trial in begun}
         self._left = available_bytes(claims.device)
         self._most: float = math.inf
         if section.side_by_side != "auto":
@@ -187,7 +204,7 @@ class _Room:
         section, deadline = self._section, self._claims.deadline
         return (
             (section.trials is None or len(self._begun) < section.trials)
-            and (section.steps is None or self._steps < section.steps)
+            and (section.steps is None or sum(self._begun.values()) < section.steps)
             and (deadline is None or time.monotonic() < deadline)
         )
 
@@ -196,12 +213,13 @@ class _Room:
         need = self._need(config)
         return self.drafts == 0 or self._section.side_by_side != "auto" or need <= self._left
 
-    def take(self, config: Config, number: int) -> None:
+    def begin(self, number: int, steps: int) -> None:
+        """Count a trial that runs now, or has failed at once, and what it is to make."""
+        self._begun[number] = steps
+
+    def take(self, config: Config) -> None:
         self._left -= self._need(config)
         self.drafts += 1
-        if number not in self._begun:
-            self._begun.add(number)
-            self._steps += config.trainer.max_steps or 0
 
     def _need(self, config: Config) -> int:
         readings = self._claims.readings

@@ -22,8 +22,8 @@ from pipeline.report.page import Report
 from pipeline.report.runs import Run, TargetSpeed, leaderboard
 from pipeline.runtime.ranks import Ranks
 from pipeline.sweep.account import FOLDER as GROUPS
-from pipeline.sweep.ledger import SWEEP_CONFIG, Ledger, params_of
-from pipeline.sweep.space import label
+from pipeline.sweep.ledger import LEDGER, SWEEP_CONFIG, Ledger, params_of, without_password
+from pipeline.sweep.space import label, overrides
 from pipeline.sweep.speed import draft_seconds, target_speed
 from pipeline.train.checkpoint import checkpoints, read_state
 from pipeline.train.watch import read_metrics
@@ -46,13 +46,16 @@ def target_of(folders: Sequence[Path], ranks: Ranks) -> TargetSpeed:
     first = folders[0] / SWEEP_CONFIG
     stage: Stage = "sweep" if first.is_file() else "train"
     config = load_config(stage, str(first if first.is_file() else folders[0] / "config.yaml"), [])
-    swept = config.sweep.space.get("model.draft.block_size")
-    sizes = [int(size) for size in swept.samples] if swept is not None else [config.model.draft.block_size]
-    return target_speed(config, sizes, ranks)
+    runs = sorted((folders[0] / "trials").glob("*")) if first.is_file() else folders
+    return target_speed(config, [_block_size(run, config) for run in runs], ranks)
 
 
 def _of_sweep(folder: Path, target: TargetSpeed | None, device: torch.device) -> Report:
-    config = load_config("sweep", str(folder / SWEEP_CONFIG), [f"exp_manager.explicit_log_dir={folder}"])
+    config = load_config("sweep", str(folder / SWEEP_CONFIG), overrides({"exp_manager.explicit_log_dir": str(folder)}))
+    if config.sweep.storage is None and not (folder / LEDGER).is_file():  # opening it would begin a new one
+        raise ConfigError(
+            f"{folder} is a sweep without its ledger: {folder / LEDGER} is missing. Bring it back, or name folders in trials/."
+        )
     ledger = Ledger(config)
     try:
         trials = ledger.trials()
@@ -60,11 +63,11 @@ def _of_sweep(folder: Path, target: TargetSpeed | None, device: torch.device) ->
     finally:
         ledger.close()
     runs = [_timed(_of_trial(config, trial), folder, config, device) for trial in trials]
-    facts = [("ledger", config.sweep.storage or str(folder / "study.db")), ("study", config.name), ("cache", str(config.cache_path))]
+    facts = [("ledger", ledger.told), ("study", config.name), ("cache", str(config.cache_path))]
     facts += [("cache digest", str(cache)), ("sampler, pruner", f"{config.sweep.sampler}, {config.sweep.pruner}")]
     section = config.sweep
     saved = list(_saved(folder, runs, target))
-    commands = _commands(runs, section.better, again)
+    commands = _commands(runs, section.better, None if again is None else without_password(again))
     return Report(config.name, section.monitor, section.better, runs, facts, saved, commands, target)
 
 
@@ -101,13 +104,17 @@ def _of_runs(folders: Sequence[Path], target: TargetSpeed | None, device: torch.
     keep = configs[0].exp_manager.checkpoint_callback_params
     runs = []
     for folder, config, values in zip(folders, configs, flat, strict=True):
-        found, records = checkpoints(folder / "checkpoints"), read_metrics(folder)
-        state = read_state(found[-1]) if found else {}
+        records, state, error = read_metrics(folder), dict[str, Any](), None
+        try:
+            state = read_state(found[-1]) if (found := checkpoints(folder / "checkpoints")) else {}
+        except PipelineError as fault:  # of one run; it may also be writing at this moment
+            log.warning("%s: %s", folder, fault)
+            error = str(fault)
         ended = bool(state.get("final")) and (folder / "export").is_dir()
         run = Run(
             name=folder.name,
             folder=str(folder),
-            state="COMPLETE" if ended else "RUNNING",
+            state="COMPLETE" if ended else "UNREADABLE" if error else "RUNNING",
             seed=config.trainer.seed,
             settings={name: label(values.get(name)) for name in differing},
             value=state.get("metrics", {}).get(keep.monitor),
@@ -115,6 +122,7 @@ def _of_runs(folders: Sequence[Path], target: TargetSpeed | None, device: torch.
             block_size=config.model.draft.block_size,
             tokens_seen=_tokens(records),
             steps=_last(records, "step"),
+            error=error,
         )
         runs.append(_timed(run, folder, config, device))
     title = configs[0].name if len(folders) == 1 else f"{len(folders)} runs"
@@ -128,7 +136,11 @@ def _timed(run: Run, folder: Path, config: Config, device: torch.device) -> Run:
     export = Path(run.folder) / "export"
     if not export.is_dir() or run.state != "COMPLETE":
         return run
-    parameters = sum(p.numel() for p in load_draft(export).parameters())
+    try:
+        parameters = sum(p.numel() for p in load_draft(export).parameters())
+    except PipelineError as error:
+        log.warning("%s is not timed: %s", run.folder, error)
+        return run
     try:
         bundle = load_bundle(target_folder(Path(str(load_config("train", f"{run.folder}/config.yaml", []).cache_path))))
     except (OSError, PipelineError) as error:

@@ -12,11 +12,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from optuna.trial import TrialState
 
-from pipeline.errors import CheckpointError, PipelineError, StoppedError, TrainingError
+from pipeline.errors import CacheError, CheckpointError, DiskError, PipelineError, StoppedError, TrainingError
 from pipeline.runtime.logs import Progress, labelled
 from pipeline.sweep.account import Account
 from pipeline.sweep.claim import Taken
@@ -31,6 +32,9 @@ from pipeline.train.run import Training, finish
 from pipeline.train.watch import Clock
 
 log = logging.getLogger(__name__)
+
+EVERYONES = (OSError, CacheError, CheckpointError, DiskError, torch.AcceleratorError)
+"""Faults of a disk or of a GPU: no trial is to blame, and all go on once that is mended."""
 
 
 @dataclass(eq=False)
@@ -119,32 +123,50 @@ class Group:
 
     def _validate(self, members: Sequence[Member]) -> None:
         """From one reading of the validation sets for all; reported by all before any of them is judged."""
-        if not members:
-            return
-        drafts = [(m.training.learner, m.training.learner.evaluated()) for m in members]
-        begin = time.perf_counter()
-        sets = validation_sets(self.data)
-        found = validate_each(drafts, self.data, sets, self.feed.num_workers, self.asked)
-        if found is None:  # SIGTERM: what was not validated is validated when the sweep goes on
-            return
-        tokens = sum(int(self.data.num_tokens[numbers].sum()) for numbers in sets.values())
-        self.account.feed([m.trial.number for m in members], tokens)
-        share = (time.perf_counter() - begin) / len(members)
-        for member, (_, draft), metrics in zip(members, drafts, found, strict=True):
-            member.seconds += share
+        for member, metrics in self._measured(members) if members else ():
             value = None
             with self._own_fault(member), member.timed():
-                if isinstance(metrics, TrainingError):
-                    raise metrics
-                decoded = self.decoding.measure(draft) if self.decoding is not None else {}
-                take_validation(member.training, metrics | (decoded or {}))
+                take_validation(member.training, metrics)
                 value = self._monitored(member)
             if value is not None:
                 self.ledger.report(member.trial.id, member.step, value)
         for member in members:
-            if member in self.members and not member.training.finished and self.ledger.falls_behind(member.trial.id):
+            reported = member in self.members and member.training.state.metrics and not member.training.finished
+            if reported and self.ledger.falls_behind(member.trial.id):
                 log.info("trial %d is ended at step %d: it falls behind", member.trial.number, member.step)
                 self._end(member, PRUNED)
+
+    def _measured(self, members: Sequence[Member]) -> list[tuple[Member, dict[str, Any]]]:
+        """The metrics of those that could be validated; of none after SIGTERM, which are then validated when the sweep goes on."""
+        drafts = [(m.training.learner, m.training.learner.evaluated()) for m in members]
+        begin = time.perf_counter()
+        sets = validation_sets(self.data)
+        try:
+            found = validate_each(drafts, self.data, sets, self.feed.num_workers, self.asked)
+        except EVERYONES:
+            raise
+        except Exception:
+            if len(members) > 1:  # each by itself, so that only those fail whose fault it is
+                return [one for member in members for one in self._measured([member])]
+            with self._own_fault(members[0]):
+                raise
+            return []
+        if found is None:
+            return []
+        tokens = sum(int(self.data.num_tokens[numbers].sum()) for numbers in sets.values())
+        self.account.feed([m.trial.number for m in members], tokens)
+        share = (time.perf_counter() - begin) / len(members)
+        measured = []
+        for member, (_, draft), metrics in zip(members, drafts, found, strict=True):
+            member.seconds += share
+            with self._own_fault(member), member.timed():
+                if isinstance(metrics, TrainingError):
+                    raise metrics
+                decoded = self.decoding.measure(draft, self.asked) if self.decoding is not None else {}
+                if decoded is None:
+                    return []
+                measured.append((member, metrics | decoded))
+        return measured
 
     def _monitored(self, member: Member) -> float:
         value = member.training.state.metrics.get(self.ledger.section.monitor)
@@ -196,11 +218,11 @@ class Group:
 
     @contextmanager
     def _own_fault(self, member: Member) -> Iterator[None]:
-        """An error inside is the trial's own: it is recorded, and the others go on. One of the disk is everyone's, and passes through."""
+        """An error inside is the trial's own: it is recorded, and the others go on. One of `EVERYONES` passes through."""
         with labelled(f"trial {member.trial.number}"):
             try:
                 yield
-            except (OSError, CheckpointError):
+            except EVERYONES:
                 raise
             except torch.OutOfMemoryError as error:
                 if len(self.members) == 1:

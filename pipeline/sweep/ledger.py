@@ -19,6 +19,8 @@ not in the ledger: it holds the lock of the trial's folder.
 
 import json
 import logging
+import re
+import secrets
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +36,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from pipeline.config.schema import Config
 from pipeline.config.sweep import SweepSection
 from pipeline.errors import ConfigError
+from pipeline.runtime.files import atomic_file
 from pipeline.sweep.space import Params, grid, label, suggest
 
 log = logging.getLogger(__name__)
@@ -45,8 +48,12 @@ WAITING, RUNNING, COMPLETE, PRUNED, FAIL = (
     TrialState.PRUNED,
     TrialState.FAIL,
 )
+LEDGER = "study.db"
+"""In LOG_DIR, unless `sweep.storage` names another."""
 SWEEP_CONFIG = "sweep.yaml"
 """In LOG_DIR: the configuration of the newest launch."""
+SWEEP_ID = "sweep.id"
+"""In LOG_DIR: random hex digits, which the study has too, as its attribute `id`."""
 MAY_CHANGE = {"sampler", "pruner", "pruner_min_steps", "seeds", "trials", "steps", "hours", "side_by_side", "storage"}
 """Fields of `sweep` that may differ from launch to launch."""
 
@@ -61,11 +68,17 @@ def open_storage(where: str | None, folder: Path) -> BaseStorage:
     try:
         if where is not None and "://" not in where:
             return JournalStorage(JournalFileBackend(where))
-        url = where or f"sqlite:///{folder / 'study.db'}"
+        url = where or f"sqlite:///{folder / LEDGER}"
         # Writers of one SQLite file wait for each other.
         return RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 120}} if url.startswith("sqlite") else None)
     except Exception as error:  # the database's own driver has its own errors
-        raise ConfigError(f"sweep.storage: {where or folder / 'study.db'} cannot be opened: {error}") from error
+        told = without_password(f"{where or folder / LEDGER} cannot be opened: {error}")
+        raise ConfigError(f"sweep.storage: {told}") from error
+
+
+def without_password(text: str) -> str:
+    """`text` with the passwords of URLs in it as ***: it goes to where more people read than may open the database."""
+    return re.sub(r"(://[^:/@\s]*:)[^@\s]+@", r"\1***@", text)
 
 
 class Ledger:
@@ -76,6 +89,7 @@ class Ledger:
         _check_installed(config.sweep.sampler)
         self.folder = Path(config.log_dir)
         self.section: SweepSection = config.sweep
+        self.told = without_password(config.sweep.storage or str(self.folder / LEDGER))
         self._seed = config.trainer.seed
         self.seeds = config.sweep.seeds or (config.trainer.seed,)
         self._opened = open_storage(config.sweep.storage, self.folder)
@@ -156,6 +170,28 @@ class Ledger:
 
     # ---- the identity of the sweep
 
+    def check_folder(self) -> None:
+        """Raise `ConfigError` when the trials in the folder are of another ledger, or the ledger's in another folder: a trial would go on
+        from what is none of its own."""
+        file, known = self.folder / SWEEP_ID, self.study.user_attrs.get("id")
+        here = file.read_text().strip() if file.exists() else None
+        if known is not None:
+            strange = known != here
+        else:  # a ledger that is new, or older than this file
+            strange = (self.folder / "trials").exists() and not any("folder" in trial.user_attrs for trial in self.trials())
+        if strange:
+            raise ConfigError(
+                f"{self.folder} and the study {self.study.study_name} in {self.told} do not belong together: the folder holds trials of "
+                "another study, or the study has its trials in another folder. Choose another exp_manager.explicit_log_dir, and where "
+                "sweep.storage is shared another name; or bring back what belongs to this one."
+            )
+        if here is None:
+            here = secrets.token_hex(16)
+            with atomic_file(file) as stream:
+                stream.write(f"{here}\n".encode())
+        if known is None:
+            self.study.set_user_attr("id", here)
+
     def check_cache(self, path: str, digest: str) -> None:
         """Raise `ConfigError` when trials of this sweep were trained on another cache."""
         name = f"cache {path}" if "data.cache" in self.section.space else "cache"
@@ -177,7 +213,8 @@ class Ledger:
             changed = "\n".join(f"  {name}: {old}, now {new}" for name, old, new in _changes(known, now))
             raise ConfigError(
                 f"the sweep {config.name} in {config.log_dir} was begun with another configuration:\n{changed}\n"
-                "Its trials would not be comparable. Choose another name or exp_manager.explicit_log_dir, or go back to these values."
+                "Its trials would not be comparable. Choose another exp_manager.explicit_log_dir, and another name where sweep.storage is "
+                "shared; or go back to these values."
             )
 
 

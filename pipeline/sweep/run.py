@@ -4,6 +4,7 @@ LOG_DIR/
   sweep.yaml              the configuration, with interpolations and overrides in place
   study.db                ledger (ledger.py), unless sweep.storage names another
   trials/0007/            the run of a trial, as `stages/train_draft.py` leaves one; its config.yaml trains it alone
+  sweep.id                which ledger these trials are in (ledger.py)
   groups/*.json           what was read for which trials, and what that took (account.py)
   claim.lock, logs/
 """
@@ -22,23 +23,24 @@ import torch
 
 from pipeline.config.load import to_yaml
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, StoppedError, TrainingError
+from pipeline.errors import CheckpointError, ConfigError, StoppedError, TrainingError
 from pipeline.runtime.files import FolderLock, atomic_file
 from pipeline.runtime.logs import labelled
 from pipeline.runtime.ranks import Ranks
 from pipeline.sweep.account import Account
 from pipeline.sweep.claim import Claims, Taken
-from pipeline.sweep.group import Group, Member, told
+from pipeline.sweep.group import EVERYONES, Group, Member, told
 from pipeline.sweep.ledger import COMPLETE, FAIL, PRUNED, RUNNING, SWEEP_CONFIG, WAITING, Ledger
 from pipeline.sweep.memory import num_parameters
 from pipeline.sweep.reading import Readings, SharedFeed, SharedReading
 from pipeline.sweep.space import of_all_layers, overrides
+from pipeline.train.checkpoint import checkpoints
 from pipeline.train.data import TrainingData, division_of, training_order, validation_sets
 from pipeline.train.decoding import ShortDecoding
 from pipeline.train.learner import check_compiler
 from pipeline.train.loop import sigterm
 from pipeline.train.run import Training, start_training
-from pipeline.train.watch import Clock, check_trackers
+from pipeline.train.watch import Clock, check_monitors, check_trackers, never_given
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ def sweep(config: Config, launch: Launch, config_of: Callable[[Sequence[str]], C
     """Train the trials of `config.sweep` in `config.log_dir`. `config_of` makes the configuration of a trial from words such as `a.b=c`.
 
     Raises `CacheMismatchError` with the command that adds a layer which the space names and the cache lacks, before anything is
-    trained; `StoppedError` after SIGTERM; `TrainingError` when no trial came to its end and some failed.
+    trained; `ConfigError` for a folder or a ledger of another sweep, `StoppedError` after SIGTERM, `TrainingError` when
+    no trial came to its end and some failed.
     """
     check_trackers(config.exp_manager)
     check_compiler(config.trainer)
@@ -71,6 +74,7 @@ def sweep(config: Config, launch: Launch, config_of: Callable[[Sequence[str]], C
             with atomic_file(folder / SWEEP_CONFIG) as stream:
                 stream.write(to_yaml(config, named_only=True).encode())
         ledger.study.set_user_attr("command", shlex.join(sys.argv))
+        ledger.check_folder()
         for path, data in caches.items():
             ledger.check_cache(path, data.identity["cache"])
     try:
@@ -104,11 +108,19 @@ def train_side_by_side(trials: Sequence[Taken], ledger: Ledger, readings: Readin
     data = replace(base, layer_ids=layers, **shared)
     log.info("%d draft(s) side by side from one reading of layers %s", len(trials), list(layers))
     with ExitStack() as stack:
-        started = []
+        started: list[tuple[Taken, Training, ExitStack]] = []
+        crowded = False
         for trial in trials:
             own = stack.enter_context(ExitStack())
             own.callback(trial.lock.__exit__, None, None, None)
-            if (training := _start(trial, replace(views[trial.number], **shared), ledger, launch.ranks, own)) is not None:
+            try:
+                training = _start(trial, replace(views[trial.number], **shared), ledger, launch.ranks, own, alone=not started)
+            except torch.OutOfMemoryError:
+                log.warning("no memory for trial %d beside %d others: it is trained later", trial.number, len(started))
+                own.close()
+                crowded = True
+                continue
+            if training is not None:
                 started.append((trial, training, own))
         if not started:
             return False
@@ -121,19 +133,24 @@ def train_side_by_side(trials: Sequence[Taken], ledger: Ledger, readings: Readin
             Member(trial, training, Clock(feed, training.state.tokens_seen), own, training.state.step) for trial, training, own in started
         ]
         del started  # a member that has ended is to be free
-        group = Group(ledger, data, feed, decoding, account, asked, members)
+        group = Group(ledger, data, feed, decoding, account, asked, members, crowded)
         group.train(shown=launch.rank == 0)
         return group.crowded
 
 
-def _start(trial: Taken, data: TrainingData, ledger: Ledger, ranks: Ranks, own: ExitStack) -> Training | None:
-    """The trial's training, closed by `own`; None where it cannot be, which is recorded."""
+def _start(trial: Taken, data: TrainingData, ledger: Ledger, ranks: Ranks, own: ExitStack, *, alone: bool) -> Training | None:
+    """The trial's training, closed by `own`; None where it cannot be, which is recorded. Raises what is no fault of the trial: one of
+    `EVERYONES`, a checkpoint to go on from included, and memory that does not suffice unless it is `alone`."""
     with labelled(f"trial {trial.number}"):
         try:
             training = start_training(trial.config, ranks, data, training_order(data, trial.config), trial.folder)
         except Exception as error:
+            # Weights to start from may be what the trial tries; then there is no checkpoint of its own yet.
+            own_weights = isinstance(error, CheckpointError) and not checkpoints(trial.folder / "checkpoints")
+            if (isinstance(error, EVERYONES) and not own_weights) or (isinstance(error, torch.OutOfMemoryError) and not alone):
+                raise
             log.error("cannot be trained: %s", told(error))
-            ledger.set(trial.id, error=told(error))
+            ledger.set(trial.id, error=told(error), steps=0)
             ledger.end(trial.id, FAIL)
             own.close()
             return None
@@ -164,6 +181,11 @@ def _open_all(config: Config, readings: Readings, config_of: Callable[[Sequence[
             raise ConfigError(
                 f"the cache {path} has no validation samples, which trials are compared by; set data.validation_ds at capture."
             )
+        # Whether a draft's blocks fit into any of them is the trial's.
+        sets = dict.fromkeys(validation_sets(data), True)
+        if "trainer.val_decode_prompts" not in space and (reason := never_given(config.sweep.monitor, config, sets)):
+            raise ConfigError(f"sweep.monitor is {config.sweep.monitor}: {reason}")
+        check_monitors(config, sets)
     return opened
 
 
@@ -178,7 +200,7 @@ def _say(ledger: Ledger) -> None:
         best = ledger.study.best_trial
         words = " ".join(best.user_attrs["settings"])
         log.info("%s; best: trial %d, %s %.4f, %s", counts, best.number, ledger.section.monitor, best.value, words)
-    elif by_state[FAIL]:
+    elif by_state[FAIL] and not running:
         first = by_state[FAIL][0]
         raise TrainingError(f"no trial came to its end ({counts}). Trial {first.number} failed: {first.user_attrs.get('error')}")
     else:

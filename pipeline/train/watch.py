@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from pipeline.config.schema import Config
 from pipeline.config.training import ExpManagerSection
-from pipeline.errors import ConfigError, TrainingError
+from pipeline.errors import ConfigError, DiskError
 from pipeline.runtime.files import atomic_file
 from pipeline.train.feed import bound_by_reading
 
@@ -38,13 +38,14 @@ def check_monitors(config: Config, sets: Mapping[str, bool]) -> None:
     """Raise `ConfigError` when early stopping is to judge by a metric that no validation will give, before hours went by; warn when
     checkpoints are to be chosen by one. `sets` says of each validation set whether any of its samples has a usable anchor."""
     keep, early = config.exp_manager.checkpoint_callback_params, config.exp_manager.early_stopping
-    if early.patience is not None and (reason := _never_given(early.monitor, config, sets)):
+    if early.patience is not None and (reason := never_given(early.monitor, config, sets)):
         raise ConfigError(f"exp_manager.early_stopping.patience is set, and its monitor is {early.monitor}: {reason}")
-    if "monitor" in keep.model_fields_set and keep.save_top_k and (reason := _never_given(keep.monitor, config, sets)):
+    if "monitor" in keep.model_fields_set and keep.save_top_k and (reason := never_given(keep.monitor, config, sets)):
         log.warning("no checkpoint is kept for being the best: its monitor is %s, and %s", keep.monitor, reason)
 
 
-def _never_given(monitor: str, config: Config, sets: Mapping[str, bool]) -> str | None:
+def never_given(monitor: str, config: Config, sets: Mapping[str, bool]) -> str | None:
+    """Why no validation will give the metric `monitor`; None where one will. `sets` as in `check_monitors`."""
     if not sets:
         return "there is no validation set to judge by; set data.validation_ds."
     if monitor.startswith("val/") and monitor.split("/")[1] not in sets:
@@ -83,11 +84,11 @@ def start_trackers(config: Config, folder: Path) -> list[GeneralTracker]:
 
 @contextmanager
 def to_disk(path: Path) -> Iterator[None]:
-    """Raises `TrainingError` when the disk does not take what is written to `path` inside."""
+    """Raises `DiskError` when the disk does not take what is written to `path` inside."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise TrainingError(
+        raise DiskError(
             f"{path} cannot be written: {error}. Free space or mend that disk, then run the same command again: it goes on "
             "from the newest checkpoint."
         ) from error
@@ -108,7 +109,7 @@ class Watch:
             tracker.finish()
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one line; a killed run loses none that it had written. Raises `TrainingError` when the disk does not take it."""
+        """Append one line; a killed run loses none that it had written. Raises `DiskError` when the disk does not take it."""
         with to_disk(self._path), open(self._path, "a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, **metrics}) + "\n")
         figures = {name: value for name, value in metrics.items() if isinstance(value, int | float)}

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from PIL import Image
 
 from pipeline.capture.run import capture
 from pipeline.config.load import load_config
-from pipeline.runtime.ranks import start_ranks
+from pipeline.runtime.ranks import start_alone, start_ranks
+from pipeline.sweep.gather import target_of
+from pipeline.train.checkpoint import checkpoints
 from pipeline.train.loop import train
 from stages import report
 from tests.support.sweeps import run_sweep, write_sweep
@@ -80,6 +83,40 @@ def test_the_report_of_runs(swept: Path, tmp_path: Path) -> None:
     assert "20 ms a step, as given" in page
     [rows] = re.findall(r"<h2>Leaderboard</h2>.*?<tbody>(.*?)</tbody>", page)
     assert rows.count("<tr>") == 4
+
+
+@pytest.mark.slow
+def test_one_faulty_run_does_not_take_the_others_with_it(swept: Path, tmp_path: Path) -> None:
+    """Of one the export is damaged, of another the newest checkpoint; the folder's name is no plain YAML."""
+    moved = tmp_path / "a: [sweep] & <b>"
+    shutil.copytree(swept, moved)
+    first, second, *rest = [run for run in sorted((moved / "trials").iterdir()) if (run / "export").is_dir()]
+    (first / "export/model.safetensors").write_bytes(b"")
+    (checkpoints(second / "checkpoints")[-1] / "state.json").write_text("{")
+    assert report.main([str(moved)]) == 0
+    assert report.main([str(run) for run in (first, second, *rest)] + ["--out", str(tmp_path / "runs")]) == 0
+    page = (tmp_path / "runs/report.html").read_text()
+    assert "unreadable" in page
+    assert "cannot be read" in page
+    assert "<b>&" not in page
+    (moved / "study.db").unlink()
+    assert report.main([str(moved)]) == 2
+    assert not (moved / "study.db").exists()
+
+
+@pytest.mark.slow
+def test_the_target_is_measured_with_the_block_sizes_of_all_runs(swept: Path, tmp_path: Path) -> None:
+    runs = [run for run in sorted((swept / "trials").iterdir()) if (run / "export").is_dir()][:2]
+    other = tmp_path / "other"
+    shutil.copytree(runs[1], other)
+    (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("block_size: 4", "block_size: 6"))
+    assert set(target_of([runs[0], other], start_alone()[0]).blocks) == {4, 6}
+
+
+@pytest.mark.parametrize("words", [["--target-tokens-per-second", "9"], ["--target-ms", "0"], ["--measure-target", "--target-ms", "9"]])
+def test_options_that_would_do_nothing_are_refused(tmp_path: Path, words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        report.main([str(tmp_path), *words])
 
 
 def test_a_folder_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,3 +34,12 @@ def test_effects_are_shares_of_the_variance() -> None:
     assert {value: level.mean for value, level in levels.items()} == {1.0: pytest.approx(3.2), 2.0: pytest.approx(3.05)}
     assert share == pytest.approx(0.0225 / 0.1475)
     assert effects([]) == {}
+
+
+def test_a_range_does_not_explain_everything_because_no_value_comes_twice() -> None:
+    values = [3.0, 1.0, 2.0, 2.0, 3.0, 1.0, 1.0, 2.0, 3.0]
+    [(_, (levels, share))] = effects([_run(float(rate), 0, value) for rate, value in enumerate(values)]).items()
+    assert len(levels) == 9
+    assert share == pytest.approx(0.0)
+    [(_, (_, share))] = effects([_run(float(rate), 0, value) for rate, value in enumerate(sorted(values))]).items()
+    assert share == pytest.approx(1.0)

@@ -11,7 +11,7 @@ from pipeline.capture.run import capture
 from pipeline.config.load import load_config
 from pipeline.runtime.ranks import start_ranks
 from pipeline.sweep.claim import Claims, Taken
-from pipeline.sweep.ledger import RUNNING, WAITING, Ledger
+from pipeline.sweep.ledger import FAIL, RUNNING, WAITING, Ledger
 from pipeline.sweep.reading import Readings
 from tests.support.sweeps import write_sweep
 from tests.support.tiny import write_chats
@@ -27,8 +27,8 @@ def claims_of(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Ca
     chats = write_chats(folder / "chats.jsonl", 20, seed=3)
     capture(config(folder, tiny_target, chats, model__target__layer_ids=[1, 2, 4]), start_ranks(1, None, 1))
 
-    def make(name: str, section: dict[str, Any], processes: int = 1) -> Claims:
-        file = str(write_sweep(folder / name, tiny_target, chats, folder / "cache", section))
+    def make(name: str, section: dict[str, Any], processes: int = 1, **changes: Any) -> Claims:
+        file = str(write_sweep(folder / name, tiny_target, chats, folder / "cache", section, **changes))
         base = load_config("sweep", file, [])
         Path(base.log_dir).mkdir(exist_ok=True)
 
@@ -93,3 +93,35 @@ def test_a_proposal_that_was_cut_short_is_completed(claims_of: Callable[..., Cla
     assert [trial.user_attrs["seed"] for trial in waiting] == [6] * len(seeds)
     same = claims_of("cut again", section)
     assert [t.config.model.optim.lr for t in same.take_group()] == [t.params["model.optim.lr"] for t in ledger.trials(RUNNING)]
+
+
+def test_steps_of_epochs_count_before_they_are_made(claims_of: Callable[..., Claims]) -> None:
+    claims = claims_of("epochs", {"space": GRID, "steps": 7}, trainer__max_steps=None, trainer__max_epochs=1)
+    group = claims.take_group()
+    steps = [trial.user_attrs["steps"] for trial in claims.ledger.trials(RUNNING)]
+    assert len(group) < 4
+    assert sum(steps[:-1]) < 7 <= sum(steps)
+
+
+RANGE = {"model.optim.lr": {"uniform": [1e-4, 1e-3]}}
+
+
+def test_settings_that_read_something_else_are_in_the_budget(claims_of: Callable[..., Claims]) -> None:
+    space = {**RANGE, "data.train_ds.global_batch_size": {"integers": [1, 90]}}
+    claims = claims_of("misses", {"space": space, "sampler": "random", "trials": 2})
+    groups = [claims.take_group() for _ in range(4)]
+    assert [len(group) for group in groups] == [1, 1, 0, 0]
+    assert len(claims.ledger.trials()) == 2
+
+
+def test_settings_that_cannot_be_are_in_the_budget_and_do_not_end_it(claims_of: Callable[..., Claims]) -> None:
+    heads: dict[str, Any] = {"model.draft.num_attention_heads": {"choice": [4, 3, 5, 7, 9, 11, 13, 15]}}  # KV heads divide the first alone
+    claims = claims_of("failures", {"space": {**RANGE, **heads}, "sampler": "random", "trials": 24, "side_by_side": 2})
+    while claims.take_group():
+        pass
+    assert len(claims.ledger.trials()) == 24
+    assert len(claims.ledger.trials(FAIL)) > 12
+    grid = claims_of("failed grid", {"space": {"model.draft.num_attention_heads": {"choice": [3, 5, 7, 4, 8]}}, "trials": 4})
+    while grid.take_group():
+        pass
+    assert [trial.state for trial in grid.ledger.trials()] == [FAIL] * 3 + [RUNNING, WAITING]

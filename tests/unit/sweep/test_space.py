@@ -1,6 +1,7 @@
 import pytest
 
 from pipeline.config.sweep import DimensionSection
+from pipeline.sweep.ledger import without_password
 from pipeline.sweep.space import grid, of_all_layers, overrides, settings
 
 SPACE = {
@@ -22,3 +23,9 @@ def test_values_come_back_as_they_were_given() -> None:
 def test_layers_of_all_choices() -> None:
     assert of_all_layers([[4], [1, 4]]) == (4, 1)
     assert of_all_layers([[4], None]) is None
+
+
+def test_passwords_of_a_storage_are_told_to_nobody() -> None:
+    command = "stages/sweep.py a.yaml sweep.storage=postgresql://me:se%40cret:x@host:5432/db name=b@c"
+    assert without_password(command) == "stages/sweep.py a.yaml sweep.storage=postgresql://me:***@host:5432/db name=b@c"
+    assert without_password("sqlite:///runs/a@b/study.db") == "sqlite:///runs/a@b/study.db"
