@@ -19,7 +19,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 LayerIds = Annotated[tuple[int, ...], Field(min_length=1)]
 Regex = Annotated[str, AfterValidator(_compiles)]
-Monitor = Annotated[str, Field(pattern=r"^val(_|/[\w-]+/)(loss|accept_len|accuracy|walk_accept_len)$|^val_served_accept_len$")]
+Monitor = Annotated[str, Field(pattern=r"^auto$|^val(_|/[\w-]+/)(loss|accept_len|accuracy|walk_accept_len)$|^val_served_accept_len$")]
 
 
 class Section(BaseModel):

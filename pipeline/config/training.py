@@ -1,6 +1,6 @@
 """How a draft is trained and watched: `model.optim`, `trainer` and `exp_manager` of the configuration."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -73,9 +73,10 @@ class Monitored(Section):
     """A metric of the validation to choose by."""
 
     monitor: Monitor = Field(
-        "val_accept_len",
+        "auto",
         description="metric of the validation: val_accept_len, val_walk_accept_len, val_loss, val_accuracy, val_served_accept_len; of one "
-        "set, val/NAME/loss",
+        "set, val/NAME/loss. auto: val_walk_accept_len where all answers of the validation sets are a model's own (their rows have a "
+        "finish_reason), else val_accept_len",
     )
     mode: Literal["max", "min"] | None = Field(None, description="which values are better; default: min for a loss, max for the others")
 
@@ -84,6 +85,11 @@ class Monitored(Section):
         if self.mode not in (None, self.better):
             raise ValueError(f"mode {self.mode} would take the worst {self.monitor} for the best; set mode to {self.better}")
         return self
+
+    def settled(self, own_answers: bool) -> Self:
+        """With a metric's name in place of auto. A walk tells what serving will commit where its text is what the target would say."""
+        by_answers = "val_walk_accept_len" if own_answers else "val_accept_len"
+        return self.model_copy(update={"monitor": by_answers}) if self.monitor == "auto" else self
 
     @property
     def better(self) -> Literal["max", "min"]:

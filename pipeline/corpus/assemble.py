@@ -193,9 +193,10 @@ def _digest(batch: pa.RecordBatch, digests: Mapping[str, Any]) -> None:
 
 
 def _count(batch: pa.RecordBatch, by_split: dict[str, dict[str, int]]) -> None:
-    columns = (batch.column(name).to_pylist() for name in ("split", "num_tokens", "num_supervised"))
-    for split, tokens, supervised in zip(*columns, strict=True):
-        sums = by_split.setdefault(split, {"samples": 0, "tokens": 0, "supervised": 0})
+    columns = (batch.column(name).to_pylist() for name in ("split", "num_tokens", "num_supervised", "flags"))
+    for split, tokens, supervised, flags in zip(*columns, strict=True):
+        sums = by_split.setdefault(split, {"samples": 0, "tokens": 0, "supervised": 0, "generated": 0})
         sums["samples"] += 1
         sums["tokens"] += tokens
         sums["supervised"] += supervised
+        sums["generated"] += flags >> SPECIAL.index("generated") & 1

@@ -16,8 +16,8 @@ from pipeline.corpus.select import check_supervised, check_turns, split_of
 LONGEST_OWN_ID = 200
 TOO_LONG = "longer than max_tokens"
 OUT_OF_RANGE = "token id out of range"
-SPECIAL = ("truncated", "last_turn_only", "after_prompt", "answers_cut_short")
-"""Kinds of samples that are counted; bit i of `Kept.flags` is kind i."""
+SPECIAL = ("truncated", "last_turn_only", "after_prompt", "answers_cut_short", "generated")
+"""Kinds of samples that are counted; bit i of `Kept.flags` is kind i. generated: the row has a finish_reason, so a model wrote it."""
 _PLACE_ID = re.compile(r"row-(?:[\w-]+-)?\d+-\d+(?:/\d+)?")
 
 
@@ -85,7 +85,8 @@ class Reader:
                 failed.append((number, rendered))  # type: ignore[arg-type]
                 continue
             cut_short = row.finish_reason == "length" and number == len(pieces) - 1
-            kinds = (len(rendered.input_ids) < len(piece.input_ids), piece.last_turn_only, piece.after_prompt, cut_short)
+            truncated, generated = len(rendered.input_ids) < len(piece.input_ids), row.finish_reason is not None
+            kinds = (truncated, piece.last_turn_only, piece.after_prompt, cut_short, generated)
             flags = sum(1 << bit for bit, kind in enumerate(kinds) if kind)
             kept.append(Kept(row.row, number, _usable_id(row.id), side, rendered, flags))
         if not kept:

@@ -22,7 +22,7 @@ from pipeline.report.page import Report
 from pipeline.report.runs import Run, TargetSpeed, leaderboard
 from pipeline.runtime.ranks import Ranks
 from pipeline.sweep.account import FOLDER as GROUPS
-from pipeline.sweep.ledger import LEDGER, SWEEP_CONFIG, Ledger, params_of, without_password
+from pipeline.sweep.ledger import LEDGER, SWEEP_CONFIG, Ledger, params_of, settled, without_password
 from pipeline.sweep.space import label, overrides
 from pipeline.sweep.speed import draft_seconds, target_speed
 from pipeline.train.checkpoint import checkpoints, read_state
@@ -51,7 +51,8 @@ def target_of(folders: Sequence[Path], ranks: Ranks) -> TargetSpeed:
 
 
 def _of_sweep(folder: Path, target: TargetSpeed | None, device: torch.device) -> Report:
-    config = load_config("sweep", str(folder / SWEEP_CONFIG), overrides({"exp_manager.explicit_log_dir": str(folder)}))
+    words = overrides({"exp_manager.explicit_log_dir": str(folder)})
+    config = settled(load_config("sweep", str(folder / SWEEP_CONFIG), words), own_answers=False)  # auto: of an earlier version
     if config.sweep.storage is None and not (folder / LEDGER).is_file():  # opening it would begin a new one
         raise ConfigError(
             f"{folder} is a sweep without its ledger: {folder / LEDGER} is missing. Bring it back, or name folders in trials/."
@@ -101,7 +102,7 @@ def _of_runs(folders: Sequence[Path], target: TargetSpeed | None, device: torch.
     flat = [dict(_leaves(config.model_dump(mode="json"))) for config in configs]
     names = [name for name in dict.fromkeys(name for one in flat for name in one) if not name.startswith(EACH_RUN_ITS_OWN)]
     differing = [name for name in names if len({repr(one.get(name)) for one in flat}) > 1]
-    keep = configs[0].exp_manager.checkpoint_callback_params
+    keep = configs[0].exp_manager.checkpoint_callback_params.settled(own_answers=False)  # as above
     runs = []
     for folder, config, values in zip(folders, configs, flat, strict=True):
         records, state, error = read_metrics(folder), dict[str, Any](), None

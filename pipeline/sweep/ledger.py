@@ -38,6 +38,7 @@ from pipeline.config.sweep import SweepSection
 from pipeline.errors import ConfigError
 from pipeline.runtime.files import atomic_file
 from pipeline.sweep.space import Params, grid, label, suggest
+from pipeline.train.watch import settle_monitors
 
 log = logging.getLogger(__name__)
 
@@ -209,13 +210,20 @@ class Ledger:
         known = self.study.user_attrs.get("configuration")
         if known is None:
             self.study.set_user_attr("configuration", now)
-        elif known != now:
+            return
+        known, now = ({**one, "sweep": {"monitor": "val_accept_len", **one["sweep"]}} for one in (known, now))  # once the default
+        if known != now:
             changed = "\n".join(f"  {name}: {old}, now {new}" for name, old, new in _changes(known, now))
             raise ConfigError(
                 f"the sweep {config.name} in {config.log_dir} was begun with another configuration:\n{changed}\n"
                 "Its trials would not be comparable. Choose another exp_manager.explicit_log_dir, and another name where sweep.storage is "
                 "shared; or go back to these values."
             )
+
+
+def settled(config: Config, own_answers: bool) -> Config:
+    """`config` with metrics' names in place of auto, by whether all answers that trials are validated on are a model's own."""
+    return settle_monitors(config, own_answers).model_copy(update={"sweep": config.sweep.settled(own_answers)})
 
 
 def params_of(trial: FrozenTrial) -> dict[str, Any]:

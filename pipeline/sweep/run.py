@@ -30,7 +30,7 @@ from pipeline.runtime.ranks import Ranks
 from pipeline.sweep.account import Account
 from pipeline.sweep.claim import Claims, Taken
 from pipeline.sweep.group import EVERYONES, Group, Member, told
-from pipeline.sweep.ledger import COMPLETE, FAIL, PRUNED, RUNNING, SWEEP_CONFIG, WAITING, Ledger
+from pipeline.sweep.ledger import COMPLETE, FAIL, PRUNED, RUNNING, SWEEP_CONFIG, WAITING, Ledger, settled
 from pipeline.sweep.memory import num_parameters
 from pipeline.sweep.reading import Readings, SharedFeed, SharedReading
 from pipeline.sweep.space import of_all_layers, overrides
@@ -40,7 +40,7 @@ from pipeline.train.decoding import ShortDecoding
 from pipeline.train.learner import check_compiler
 from pipeline.train.loop import sigterm
 from pipeline.train.run import Training, start_training
-from pipeline.train.watch import Clock, check_monitors, check_trackers, never_given
+from pipeline.train.watch import Clock, check_monitors, check_trackers, never_given, settle_monitors
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ def sweep(config: Config, launch: Launch, config_of: Callable[[Sequence[str]], C
     deadline = None if config.sweep.hours is None else time.monotonic() + 3600 * config.sweep.hours
     readings = Readings(_layers(config))
     caches = _open_all(config, readings, config_of)
+    config = settled(config, all(data.own_answers for data in caches.values()))
     with FolderLock(folder, "claim.lock", wait_for_it="another process that opens the ledger"):
         ledger = Ledger(config)
         if not (folder / SWEEP_CONFIG).exists() or launch.rank == 0:
@@ -185,7 +186,7 @@ def _open_all(config: Config, readings: Readings, config_of: Callable[[Sequence[
         sets = dict.fromkeys(validation_sets(data), True)
         if "trainer.val_decode_prompts" not in space and (reason := never_given(config.sweep.monitor, config, sets)):
             raise ConfigError(f"sweep.monitor is {config.sweep.monitor}: {reason}")
-        check_monitors(config, sets)
+        check_monitors(settle_monitors(config, data.own_answers), sets)
     return opened
 
 

@@ -41,7 +41,7 @@ class TrainingData:
     occur. `identity` changes when the states or the samples do; `states_identity` says what the states were taken from, field by field.
     `any_thread`: `source` may be called by several threads at once. In hybrid mode `windows` int64 [n] are those of shards that the first
     epoch follows, `ready` must be called before samples are read, and `live` gives them without the cache. `cached`: what other drafts
-    need of the same open cache.
+    need of the same open cache. `own_answers`: whether all answers of the validation sets are a model's own; None without such sets.
     """
 
     source: Source
@@ -59,6 +59,7 @@ class TrainingData:
     used_token_ids: NDArray[np.bool_]
     identity: Mapping[str, Any]
     states_identity: Mapping[str, Any]
+    own_answers: bool | None
     windows: NDArray[np.int64] | None = None
     ready: Ready | None = None
     live: Source | None = None
@@ -195,8 +196,15 @@ def open_cache(config: Config) -> TrainingData:
         used_token_ids=index.used_token_ids,
         identity={"mode": "offline", "cache": cache.digest(), "max_tokens": int(num_tokens.max())},
         states_identity=cache.manifest.states_identity,
+        own_answers=own_answers(cache.manifest.corpus or {}),
         cached=samples,
     )
+
+
+def own_answers(account: Mapping[str, Any]) -> bool | None:
+    """`TrainingData.own_answers` by the account of a corpus (`PreparedCorpus.counts`). One of an earlier version does not say: False."""
+    validation = [sums for name, sums in account.get("by_split", {}).items() if name != TRAIN]
+    return all(sums.get("generated") == sums["samples"] for sums in validation) if validation else None
 
 
 def special_ids_of(tokenizer: Any) -> dict[str, int | None]:

@@ -20,7 +20,7 @@ from pipeline.target.head import bundle_of
 from pipeline.target.layers import CONVENTION, resolve_layer_ids
 from pipeline.target.load import Target, load_target
 from pipeline.target.probe import check_padding
-from pipeline.train.data import TrainingData, check_mask_token, special_ids_of, usable_samples
+from pipeline.train.data import TrainingData, check_mask_token, own_answers, special_ids_of, usable_samples
 from pipeline.train.feed import Source
 
 
@@ -82,6 +82,7 @@ def corpus_fields(config: Config, corpus: PreparedCorpus, num_rows: int) -> tupl
         "usable_partial": usable_partial,
         "used_token_ids": used,
         "special_ids": special_ids,
+        "own_answers": own_answers(corpus.counts),
     }
 
 

@@ -45,7 +45,7 @@ from pipeline.train.optim import freeze_parameters, total_steps
 from pipeline.train.order import Order
 from pipeline.train.saver import Saver
 from pipeline.train.step import Sums
-from pipeline.train.watch import Watch, cut_metrics, read_metrics, to_disk
+from pipeline.train.watch import Watch, cut_metrics, read_metrics, settle_monitors, to_disk
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +133,7 @@ def start_training(config: Config, ranks: Ranks, data: TrainingData, order: Orde
 
     Every rank must call it. Raises `DraftError` for a draft that cannot be, `CheckpointError` for a checkpoint of another run.
     """
+    config = settle_monitors(config, data.own_answers)
     newest = newest_checkpoint(config, ranks, folder / "checkpoints")
     geometry = DraftConfig.build(config.model.draft, data.bundle, data.layer_ids, data.special_ids)
     data.check_mask_token(geometry.mask_token_id)

@@ -34,13 +34,22 @@ def check_trackers(section: ExpManagerSection) -> None:
         raise ConfigError(f"{fields}: true, and {', '.join(missing)} is not installed: pip install {' '.join(missing)}.")
 
 
+def settle_monitors(config: Config, own_answers: bool | None) -> Config:
+    """`config` with the metrics that checkpoints are chosen and training is stopped by, in place of auto; as it is where nothing validates
+    (`own_answers` None)."""
+    if own_answers is None:
+        return config
+    judges = {name: getattr(config.exp_manager, name).settled(own_answers) for name in ("checkpoint_callback_params", "early_stopping")}
+    return config.model_copy(update={"exp_manager": config.exp_manager.model_copy(update=judges)})
+
+
 def check_monitors(config: Config, sets: Mapping[str, bool]) -> None:
     """Raise `ConfigError` when early stopping is to judge by a metric that no validation will give, before hours went by; warn when
     checkpoints are to be chosen by one. `sets` says of each validation set whether any of its samples has a usable anchor."""
     keep, early = config.exp_manager.checkpoint_callback_params, config.exp_manager.early_stopping
     if early.patience is not None and (reason := never_given(early.monitor, config, sets)):
         raise ConfigError(f"exp_manager.early_stopping.patience is set, and its monitor is {early.monitor}: {reason}")
-    if "monitor" in keep.model_fields_set and keep.save_top_k and (reason := never_given(keep.monitor, config, sets)):
+    if keep.monitor != "auto" and keep.save_top_k and (reason := never_given(keep.monitor, config, sets)):
         log.warning("no checkpoint is kept for being the best: its monitor is %s, and %s", keep.monitor, reason)
 
 

@@ -27,7 +27,7 @@ from pipeline.train.modes import open_data
 from pipeline.train.run import start_training
 from pipeline.train.served import evaluate
 from pipeline.train.watch import check_monitors
-from tests.support.tiny import write_chats
+from tests.support.tiny import chats, write_chats, write_jsonl
 from tests.support.training import config, repeatable
 
 
@@ -110,6 +110,30 @@ def test_a_monitor_that_no_validation_gives_ends_the_run_before_its_first_step(
         _changed(given, tmp_path / "kept", trainer__max_steps=1, exp_manager__checkpoint_callback_params={"monitor": "val/other/loss"})
     )
     assert "no checkpoint is kept for being the best: its monitor is val/other/loss" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("last_reason", "mode", "monitor"),
+    [("stop", "offline", "val_walk_accept_len"), ("stop", "online", "val_walk_accept_len"), (None, "offline", "val_accept_len")],
+)
+def test_the_models_own_answers_are_judged_by_the_walk_through_them(
+    tmp_path: Path, tiny_target: Path, last_reason: str | None, mode: str, monitor: str
+) -> None:
+    """One validation answer of unknown origin is enough for the other metric."""
+    rows = [{**row, "finish_reason": "length"} for row in chats(16, seed=2)]
+    rows[-1]["finish_reason"] = last_reason
+    train_on, validate_on = write_jsonl(tmp_path / "train.jsonl", chats(12, seed=5)), write_jsonl(tmp_path / "val.jsonl", rows)
+    sets = {"datasets": {"val": {"input_cfg": [{"path": str(validate_on)}]}}}
+    steps = {"trainer__max_steps": 2, "trainer__val_check_interval": 1}
+    wanted = config(tmp_path, tiny_target, train_on, data__validation_ds=sets, data__mode=mode, **steps)
+    if mode == "offline":
+        capture(wanted, start_ranks(1, None, 1))
+    assert _train(wanted)
+    written = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["exp_manager"]
+    assert {written[name]["monitor"] for name in ("checkpoint_callback_params", "early_stopping")} == {monitor}
+    first, last = checkpoints(tmp_path / "run/checkpoints")[0], checkpoints(tmp_path / "run/checkpoints")[-1]
+    assert read_state(first)["metrics"][monitor] >= read_state(last)["metrics"][monitor]
 
 
 def test_a_validation_that_is_not_finite_names_its_samples(tmp_path: Path, given: Config) -> None:

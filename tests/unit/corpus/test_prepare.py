@@ -75,11 +75,14 @@ def test_samples_are_the_chats_in_order(tiny_target: Path, tiny_tokenizer: Any, 
         "last_turn_only": 0,
         "after_prompt": 0,
         "answers_cut_short": 0,
+        "generated": 0,
         "duplicates": 0,
         "also_in_validation": 0,
         "tokens": sum(s.num_tokens for s in samples),
         "supervised": sum(s.num_supervised for s in samples),
-        "by_split": {"train": {"samples": 50, "tokens": int(corpus.num_tokens.sum()), "supervised": corpus.counts["supervised"]}},
+        "by_split": {
+            "train": {"samples": 50, "tokens": int(corpus.num_tokens.sum()), "supervised": corpus.counts["supervised"], "generated": 0}
+        },
     }
     assert sorted(files_of(corpus.path)) == ["dropped.jsonl", "prepared.json", "samples.arrow"]
     with pytest.raises(IndexError):
@@ -135,6 +138,7 @@ def test_an_answer_cut_at_a_limit_has_no_end_token(tiny_target: Path, tiny_token
     rows = [{**row, "finish_reason": ("stop", "length", None)[i % 3]} for i, row in enumerate(chats(12))]
     corpus = prepare(config_of(tiny_target, tmp_path / "p", write_jsonl(tmp_path / "x.jsonl", rows)))
     assert corpus.counts["answers_cut_short"] == 4
+    assert corpus.counts["generated"] == corpus.counts["by_split"]["train"]["generated"] == 8
     for i, row in enumerate(rows):
         pieces = chatml(row["messages"], cut_short=row["finish_reason"] == "length")
         assert corpus.sample(i).spans.tolist() == runs(mask(tiny_tokenizer, corpus.sample(i).input_ids.tolist(), pieces))

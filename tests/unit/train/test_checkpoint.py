@@ -164,7 +164,7 @@ def test_a_disk_that_takes_no_more_is_one_error_and_leaves_the_older_checkpoint(
     path = _save(tmp_path, learning)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    saver = Saver(tmp_path, CheckpointSection(), start_ranks(1, None, 1))
+    saver = Saver(tmp_path, CheckpointSection(monitor="val_accept_len"), start_ranks(1, None, 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # the kernel refuses larger files as a full disk does
     try:
         with (
@@ -181,7 +181,7 @@ def test_a_disk_that_takes_no_more_is_one_error_and_leaves_the_older_checkpoint(
 
 def test_the_end_of_a_saver_waits_for_the_write_in_hand(tmp_path: Path) -> None:
     learning = _trained()
-    with Saver(tmp_path, CheckpointSection(), start_ranks(1, None, 1)) as saver:
+    with Saver(tmp_path, CheckpointSection(monitor="val_accept_len"), start_ranks(1, None, 1)) as saver:
         for step in (1, 2):
             saver.save(take_snapshot(learning, replace(STATE, step=step, metrics={"val_accept_len": 3.0 - step}), FINGERPRINT))
     assert [p.name for p in checkpoints(tmp_path)] == ["step_0000001", "step_0000002"]
