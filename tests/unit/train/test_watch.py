@@ -1,5 +1,7 @@
 import importlib.util
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +87,15 @@ def test_wandb_offline_keeps_the_run_in_its_folder(tmp_path: Path, monkeypatch: 
     while not all(word in log.read_bytes() for word in (b"drafts", b"a run", b"val_loss")):
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of trackio's own packages
+def test_trackio_keeps_the_run_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in `dev`: it needs an older pillow than the one that is pinned there."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # which it reads when it is imported
+    pytest.importorskip("trackio")
+    with Watch(_config(create_trackio_logger=True), tmp_path, 10, enabled=True) as watch:
+        watch.record(1, {"loss": 2.5})
+    with closing(sqlite3.connect(tmp_path / "dflash.db")) as database:
+        assert database.execute("select run_name, step, json_extract(metrics, '$.loss') from metrics").fetchall() == [("a run", 1, 2.5)]
