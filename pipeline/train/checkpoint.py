@@ -41,7 +41,7 @@ DRAFT, AVERAGE, OPTIMIZER, RNG = "draft.safetensors", "average.safetensors", "op
 class TrainState:
     """Where a run stands after `step` optimizer steps. `window` holds the sums since the last line of metrics, `metrics`
     the validation of this very step (empty when there was none); `best` is the best value of the metric `judged_by` that
-    early stopping has seen, and `stale` how many validations in a row were not better."""
+    early stopping has seen, and `stale` how many validations in a row were not better. `rate` is the learning rate of the last step."""
 
     step: int = 0
     position: Position = field(default_factory=Position)
@@ -52,6 +52,7 @@ class TrainState:
     best: float | None = None
     stale: int = 0
     judged_by: str | None = None
+    rate: float | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -141,8 +142,8 @@ def load_checkpoint(path: Path, learner: Learner, fingerprint: Mapping[str, Any]
         owners[named[owner]].state[named[owner]][key] = placed_like(value, named[owner])
     _restore_rng(read_tensors(path, RNG, stored))
     kept = {name: stored[name] for name in ("step", "samples_seen", "tokens_seen", "metrics", "best", "stale")}
-    judged_by = stored.get("judged_by")  # which checkpoints of earlier versions do not have
-    return TrainState(position=Position(**stored["position"]), window=tuple(stored["window"]), judged_by=judged_by, **kept)
+    kept |= {name: stored.get(name) for name in ("judged_by", "rate")}  # which checkpoints of earlier versions do not have
+    return TrainState(position=Position(**stored["position"]), window=tuple(stored["window"]), **kept)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def advance(training: Training, batches: Iterator[DraftBatch], count: int, clock
         tokens_seen=state.tokens_seen + step.sums.tokens,
         window=(Sums(state.window, step.sums.layout) + step.sums).values,
         metrics={},
+        rate=rate,
     )
     if training.state.step % trainer.log_every_n_steps == 0 or training.state.step == num_steps:
         _log(training, step, rate, clock)

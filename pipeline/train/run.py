@@ -14,6 +14,7 @@ LOG_DIR/
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -41,7 +42,7 @@ from pipeline.train.feed import Draw, Prefixes
 from pipeline.train.identity import TRAINED_ON
 from pipeline.train.initial import load_initial
 from pipeline.train.learner import Learner, build_learner, start_accelerator
-from pipeline.train.optim import freeze_parameters, total_steps
+from pipeline.train.optim import freeze_parameters, learning_rate, total_steps
 from pipeline.train.order import Order
 from pipeline.train.saver import Saver
 from pipeline.train.step import Sums
@@ -161,6 +162,7 @@ def start_training(config: Config, ranks: Ranks, data: TrainingData, order: Orde
             state = replace(state, best=None, stale=0, judged_by=None)  # figures of another metric tell nothing of this one
         log.info("going on from %s: %d steps done, %d samples seen", newest, state.step, state.samples_seen)
     num_steps = total_steps(config.trainer, order.steps)
+    _tell_other_rates(config, state, num_steps)
     saver = Saver(folder / "checkpoints", config.exp_manager.checkpoint_callback_params, ranks)
     watch = Watch(config, folder, num_steps, ranks.is_main)
     training = Training(config, ranks, folder, data, order, learner, num_steps, fingerprint, watch, saver, state)
@@ -168,6 +170,17 @@ def start_training(config: Config, ranks: Ranks, data: TrainingData, order: Orde
         with to_disk(folder):
             _write_down(training, initial)
     return training
+
+
+def _tell_other_rates(config: Config, state: TrainState, num_steps: int) -> None:
+    """Warn when the last step would have had another learning rate: training goes on, and is no longer one run without a break."""
+    now = learning_rate(config.model.optim, state.step - 1, num_steps) if state.step else None
+    if state.rate is not None and now is not None and not math.isclose(state.rate, now):
+        log.warning(
+            "step %d was made at learning rate %.3e, and would be at %.3e now: model.optim, or the length of %d steps, is not what this "
+            "run began with. From here on the rates are those of the new schedule",
+            *(state.step, state.rate, now, num_steps),
+        )
 
 
 def _write_down(training: Training, initial: Mapping[str, Any] | None) -> None:

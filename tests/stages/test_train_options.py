@@ -26,7 +26,7 @@ from pipeline.train.loop import steps_to_the_end, train
 from pipeline.train.modes import open_data
 from pipeline.train.run import start_training
 from pipeline.train.served import evaluate
-from pipeline.train.watch import check_monitors
+from pipeline.train.watch import check_monitors, settle_monitors
 from tests.support.tiny import chats, write_chats, write_jsonl
 from tests.support.training import config, repeatable
 
@@ -153,6 +153,17 @@ def test_a_validation_that_is_not_finite_names_its_samples(tmp_path: Path, given
             steps_to_the_end(training)
 
 
+@pytest.mark.parametrize(("name", "told"), [("cosine", True), ("constant", False)])
+def test_a_longer_run_tells_that_its_rates_are_others(
+    tmp_path: Path, given: Config, caplog: pytest.LogCaptureFixture, name: str, told: bool
+) -> None:
+    optim = {**given.model.optim.model_dump(exclude_unset=True), "sched": {"name": name, "warmup_steps": 0}}
+    for steps in (2, 4):
+        assert _train(_changed(given, tmp_path / "run", model__optim=optim, trainer__max_steps=steps, trainer__val_check_interval=9))
+    assert ("step 2 was made at learning rate 1.000e-03, and would be at 1.707e-03 now" in caplog.text) is told
+    assert ("was made at learning rate" in caplog.text) is told
+
+
 def test_another_monitor_forgets_what_the_one_before_judged(tmp_path: Path, given: Config) -> None:
     """The best acceptance length is below every loss here, so as a loss it could not be improved on."""
     for steps, monitor in ((2, "val_accept_len"), (4, "val_loss")):
@@ -193,13 +204,13 @@ def test_an_export_that_the_disk_does_not_take_is_one_error(tmp_path: Path, give
 
 
 def test_the_run_keeps_the_configuration_as_it_was_said(tmp_path: Path, given: Config) -> None:
-    """A default is the cache's own affair until it is written down, so the kept file must not write it down."""
+    """A default is the cache's own affair until it is written down, so the kept file must not write it down. What auto came to be, it does."""
     values = given.model_dump(exclude_unset=True)
     del values["model"]["target"]["dtype"], values["data"]["max_tokens"]
     silent = _changed(Config.model_validate(values), tmp_path / "run", trainer__max_steps=1)
     assert _train(silent)
     kept = load_config("train", str(tmp_path / "run/config.yaml"), [])
-    assert kept == silent
+    assert kept == settle_monitors(silent, own_answers=False)
     assert kept.model.target.model_fields_set == {"path"}
     assert _train(kept)
     told = json.loads((tmp_path / "run/provenance.json").read_text())
