@@ -204,7 +204,7 @@ def test_an_export_that_the_disk_does_not_take_is_one_error(tmp_path: Path, give
 
 
 def test_the_run_keeps_the_configuration_as_it_was_said(tmp_path: Path, given: Config) -> None:
-    """A default is the cache's own affair until it is written down, so the kept file must not write it down. What auto came to be, it does."""
+    """A default is the cache's own affair until it is written down, so the kept file must not; but what auto came to be, it does write."""
     values = given.model_dump(exclude_unset=True)
     del values["model"]["target"]["dtype"], values["data"]["max_tokens"]
     silent = _changed(Config.model_validate(values), tmp_path / "run", trainer__max_steps=1)
