@@ -24,6 +24,8 @@ CAPTURE_CONFIG, TRAIN_CONFIG = "configs/capture/quickstart.yaml", "configs/train
 RATES = ("served_acceptance_length", "tokens_per_second_plain", "tokens_per_second_served")
 UNSEEN_EVERY = 18
 """Each eighteenth prompt is kept for evaluation; the kinds of prompts lie together in the file, so each kind is in both parts."""
+THREADS = min(8, os.cpu_count() or 1)
+"""Of which accelerate gives one unless asked; a model this small has no work for many."""
 UNTRAINED_PROMPTS = 2
 """An untrained draft decodes one token a step, slower than the target alone: a few prompts show it."""
 
@@ -61,7 +63,8 @@ def read_seconds() -> dict[str, float]:
 
 def launch(stage: str, config: str, *overrides: str) -> None:
     """`accelerate launch stages/STAGE.py CONFIG …` with one process, its output shown as it comes; stops the quickstart if it fails."""
-    command = ["accelerate", "launch", "--num_processes", "1", "--num_machines", "1", f"stages/{stage}.py", config, *overrides]
+    alone = ("--num_processes", "1", "--num_machines", "1", "--num_cpu_threads_per_process", str(THREADS))
+    command = ["accelerate", "launch", *alone, f"stages/{stage}.py", config, *overrides]
     print(f"$ {shlex.join(command)}", flush=True)
     process = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command[1:]]
     code = subprocess.run(process, check=False).returncode
