@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.config.draft import VARIANT_FIELDS
 from pipeline.draft.config import FULL, ROPE_THETA, SLIDING, DraftConfig, rope_theta_of
 from pipeline.draft.kimi_config import ACTIVATION, LatentShape, is_kimi
-from pipeline.draft.variants import VARIANTS
+from pipeline.draft.variants import VARIANTS, Variant
 from pipeline.errors import DraftError
 
 REQUIRED = (
@@ -100,7 +100,7 @@ def from_json(values: Mapping[str, Any]) -> DraftConfig:
         raise DraftError(f"the draft's config.json has hidden_act {values['hidden_act']!r}, expected {activation!r}")
     layers, heads = int(values["num_hidden_layers"]), int(values["num_attention_heads"])
     types = _layer_types(values, layers)
-    if SLIDING in types and variant != "jetspec" and values.get("is_causal") is None and latent is None:
+    if SLIDING in types and not VARIANTS[variant].causal and values.get("is_causal") is None and latent is None:
         log.warning(
             "the draft's config.json has sliding layers and no is_causal: slots of a block are taken to see one another, as in training; "
             "z-lab's class lets those of sliding layers see only slots before them. Add is_causal to say which"
@@ -155,19 +155,26 @@ def _options(variant: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _variant(values: Mapping[str, Any], dflash: Mapping[str, Any]) -> str:
     """Which variant a `config.json` tells of, by the keys that servers go by."""
-    architectures = values.get("architectures") or ()
-    signs = {
-        "dflash2": any("DFlash2" in name for name in architectures) or not dflash.keys().isdisjoint(VARIANT_FIELDS["dflash2"]),
-        "domino": dflash.get("projector_type") is not None,
-        # Either sign will do: the reference's own export says is_causal false of every draft.
-        "jetspec": bool(values.get("is_causal") or dflash.get("causal")),
-    }
-    found = [variant for variant, sign in signs.items() if sign]
+    projector, known = dflash.get("projector_type"), [variant.projector_type for variant in VARIANTS.values()]
+    if projector not in known:
+        built = " or ".join(repr(name) for name in known if name)
+        raise DraftError(f"the draft's config.json has projector_type {projector!r}; only {built} is built")
+    found = [name for name, variant in VARIANTS.items() if _tells_of(name, variant, values, dflash)]
     if len(found) > 1:
         raise DraftError(f"the draft's config.json has keys of {' and of '.join(found)}; expected those of one variant")
-    if found == ["domino"] and dflash["projector_type"] != VARIANTS["domino"].projector_type:
-        raise DraftError(f"the draft's config.json has projector_type {dflash['projector_type']!r}; only 'domino' is built")
     return found[0] if found else "dflash"
+
+
+def _tells_of(name: str, variant: Variant, values: Mapping[str, Any], dflash: Mapping[str, Any]) -> bool:
+    """Whether anything in a `config.json` is of this variant, and not of a plain draft."""
+    plain, own = VARIANTS["dflash"], variant.architecture.removesuffix("DraftModel")
+    return (
+        (variant.architecture != plain.architecture and any(own in given for given in values.get("architectures") or ()))
+        or (variant.projector_type is not None and dflash.get("projector_type") == variant.projector_type)
+        # Either sign will do: the reference's own export says is_causal false of every draft.
+        or (variant.causal and bool(values.get("is_causal") or dflash.get("causal")))
+        or not dflash.keys().isdisjoint(VARIANT_FIELDS.get(name, ()))
+    )
 
 
 def _plain_rope_theta(values: Mapping[str, Any]) -> float:
