@@ -106,15 +106,15 @@ def _embedding_scale(target: Target) -> float:
 
 
 def _norm_scale(target: Target) -> torch.Tensor:
-    """[H], the factor that the final norm applies: its weight, or 1 + weight where the target stores it so (Gemma)."""
-    weight = whole(target.norm.weight)  # type: ignore[arg-type]
-    probe = torch.linspace(-1.0, 1.0, target.hidden_size, dtype=torch.float64)
+    """[H], the factor that the final norm applies: its weight, or 1 + weight where the target stores it so (Gemma), or 1 (OLMo)."""
+    stored: Any = getattr(target.norm, "weight", None)
+    weight = torch.ones(target.hidden_size, dtype=target.dtype) if stored is None else whole(stored)
+    probe = torch.linspace(-1.0, 2.0, target.hidden_size, dtype=torch.float64)
     with torch.no_grad():
         out = target.norm(probe.to(target.device, target.dtype)[None]).double().cpu()[0]
     unit = probe / probe.square().mean().sqrt()
     errors = {shift: float((out - unit * (weight.double() + shift)).abs().max()) for shift in (0.0, 1.0)}
-    if errors[1.0] < errors[0.0]:
-        return (weight.float() + 1.0).to(torch.float32)
-    if errors[0.0] > 0.05 * float(out.abs().max()):
+    shift = min(errors, key=lambda shift: errors[shift])
+    if errors[shift] > 0.05 * float(out.abs().max()):  # such as a layer norm, which takes the mean away
         log.warning("the final norm %s is not an RMS norm; drafts that use final hidden states would need it", type(target.norm).__name__)
-    return weight
+    return weight if shift == 0.0 else (weight.float() + shift).to(torch.float32)

@@ -97,6 +97,19 @@ def test_layer_norm_targets_keep_their_multiplier(load: Load, tmp_path: Path) ->
     assert bundle_of(load(tmp_path / "target", (1,))).output_multiplier == 0.25
 
 
+def test_a_norm_without_weights(load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import NanoChatConfig, NanoChatForCausalLM, OlmoConfig, OlmoForCausalLM
+
+    OlmoForCausalLM(OlmoConfig(**{name: size for name, size in SIZES.items() if name != "head_dim"})).save_pretrained(tmp_path / "olmo")
+    bundle = bundle_of(load(tmp_path / "olmo", (1,)))
+    assert torch.equal(bundle.final_norm, torch.ones(SIZES["hidden_size"]))
+    assert "is not an RMS norm" in caplog.text
+    # This one norms its embeddings too.
+    NanoChatForCausalLM(NanoChatConfig(**SIZES)).save_pretrained(tmp_path / "nanochat")
+    with pytest.raises(TargetError, match="does not receive a multiple of its embeddings"):
+        bundle_of(load(tmp_path / "nanochat", (1,)))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_of_another_make_are_refused(dtype: str, target: Target, load: Load, tiny_target: Path) -> None:
     """A factor that the config does not name would be trained and served without."""
