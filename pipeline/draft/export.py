@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -12,6 +13,7 @@ from pipeline.draft.published import from_json, to_json
 from pipeline.errors import DraftError
 from pipeline.runtime.files import follow_umask
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -26,18 +28,33 @@ def export_draft(draft: Draft, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a Hugging Face folder: the single one, else those that its index names, as transformers looks for them. Raises
+    `ValueError` for a strange index."""
+    if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
+        return [folder / SINGLE]
+    found: Any = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{INDEX} has no weight_map of tensors to files")
+    names = sorted(set(files.values()))
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ValueError(f"{INDEX} names files outside of the folder: {', '.join(outside)}")
+    return [folder / name for name in names]
+
+
 def load_draft(folder: Path) -> Draft:
-    """The draft of `folder`, ours or a published one, in the dtype of its file, on the CPU.
+    """The draft of `folder`, ours or a published one, in the dtype of its file or files, on the CPU.
 
     Raises `DraftError` for a missing or unreadable file, and for any tensor that is missing, unknown, of another shape than
     `config.json` says, or quantised.
     """
-    for name in ("config.json", "model.safetensors"):
-        if not (folder / name).is_file():
+    for name, other in (("config.json", "config.json"), (SINGLE, INDEX)):
+        if not (folder / name).is_file() and not (folder / other).is_file():
             raise DraftError(f"{folder} is not an exported draft: {folder / name} is missing")
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        weights = load_file(folder / "model.safetensors")
+        weights = {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
     except (OSError, ValueError, SafetensorError) as error:
         raise DraftError(f"{folder} holds a damaged draft: {error}; export it again") from error
     try:

@@ -1,18 +1,26 @@
 """A draft's `config.json`, as servers read it (DFLASH §7): written, and read again, ours or a published one."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config.draft import VARIANT_FIELDS
 from pipeline.draft.config import FULL, ROPE_THETA, SLIDING, DraftConfig, rope_theta_of
 from pipeline.draft.kimi_config import ACTIVATION, LatentShape, is_kimi
-from pipeline.draft.variants import VARIANTS
+from pipeline.draft.variants import VARIANTS, Variant
 from pipeline.errors import DraftError
 
 REQUIRED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
     *("num_target_layers", "target_layer_ids", "block_size", "mask_token_id"),
 )
+# What z-lab's class reads from `dflash_config`, or else from the top level.
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+EITHER = (*REQUIRED, *SCALES, *(name for names in VARIANT_FIELDS.values() for name in names))
+# Qwen3's own value of `max_window_layers`, where a config leaves it out.
+MAX_WINDOW_LAYERS = 28
+
+log = logging.getLogger(__name__)
 
 
 def to_json(config: DraftConfig) -> dict[str, Any]:
@@ -79,7 +87,7 @@ def from_json(values: Mapping[str, Any]) -> DraftConfig:
     merged = {**values, **dflash}
     if missing := [name for name in REQUIRED if merged.get(name) is None]:
         raise DraftError(f"the draft's config.json lacks {', '.join(missing)}")
-    for name in REQUIRED:
+    for name in EITHER:
         if None not in (values.get(name), dflash.get(name)) and values[name] != dflash[name]:
             raise DraftError(
                 f"the draft's config.json has {name} {values[name]} at the top level and {dflash[name]} in dflash_config, and servers "
@@ -91,9 +99,12 @@ def from_json(values: Mapping[str, Any]) -> DraftConfig:
     if values.get("hidden_act", activation) != activation:
         raise DraftError(f"the draft's config.json has hidden_act {values['hidden_act']!r}, expected {activation!r}")
     layers, heads = int(values["num_hidden_layers"]), int(values["num_attention_heads"])
-    given = values.get("layer_types")
-    sliding = bool(values.get("sliding_window")) and (given is not None or values.get("use_sliding_window", False))
-    types = tuple(given) if given is not None else (SLIDING if sliding else FULL,) * layers
+    types = _layer_types(values, layers)
+    if SLIDING in types and not VARIANTS[variant].causal and values.get("is_causal") is None and latent is None:
+        log.warning(
+            "the draft's config.json has sliding layers and no is_causal: slots of a block are taken to see one another, as in training; "
+            "z-lab's class lets those of sliding layers see only slots before them. Add is_causal to say which"
+        )
     return DraftConfig(
         hidden_size=int(values["hidden_size"]),
         intermediate_size=int(values["intermediate_size"]),
@@ -118,30 +129,52 @@ def from_json(values: Mapping[str, Any]) -> DraftConfig:
         final_logit_softcapping=float(merged.get("final_logit_softcapping") or 0.0) or None,
         latent=latent,
         variant=variant,
-        **_options(variant, dflash),
+        **_options(variant, merged),
     )
 
 
-def _options(variant: str, dflash: Mapping[str, Any]) -> dict[str, Any]:
-    """A variant's own fields, as far as a `dflash_config` has them."""
-    given = {name: dflash[name] for name in VARIANT_FIELDS.get(variant, ()) if dflash.get(name) is not None}
+def _layer_types(values: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """Of every layer, as transformers reads a Qwen3 config: where no types are named, those from `max_window_layers` on are sliding."""
+    given, uses = values.get("layer_types"), values.get("use_sliding_window")
+    if given is None:
+        first = int(values.get("max_window_layers", MAX_WINDOW_LAYERS)) if uses and values.get("sliding_window") else layers
+        return tuple(FULL if layer < first else SLIDING for layer in range(layers))
+    if SLIDING in given and uses is False:
+        raise DraftError(
+            "the draft's config.json has use_sliding_window false, and layer_types names sliding_attention: servers differ in which of "
+            "them they go by; make both say the same"
+        )
+    return tuple(given)
+
+
+def _options(variant: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A variant's own fields, as far as `values` have them."""
+    given = {name: values[name] for name in VARIANT_FIELDS.get(variant, ()) if values.get(name) is not None}
     return {name: value if isinstance(value, bool) else int(value) for name, value in given.items()}
 
 
 def _variant(values: Mapping[str, Any], dflash: Mapping[str, Any]) -> str:
     """Which variant a `config.json` tells of, by the keys that servers go by."""
-    architectures = values.get("architectures") or ()
-    signs = {
-        "dflash2": any("DFlash2" in name for name in architectures) or not dflash.keys().isdisjoint(VARIANT_FIELDS["dflash2"]),
-        "domino": dflash.get("projector_type") is not None,
-        "jetspec": bool(values.get("is_causal") or dflash.get("causal")),
-    }
-    found = [variant for variant, sign in signs.items() if sign]
+    projector, known = dflash.get("projector_type"), [variant.projector_type for variant in VARIANTS.values()]
+    if projector not in known:
+        built = " or ".join(repr(name) for name in known if name)
+        raise DraftError(f"the draft's config.json has projector_type {projector!r}; only {built} is built")
+    found = [name for name, variant in VARIANTS.items() if _tells_of(name, variant, values, dflash)]
     if len(found) > 1:
         raise DraftError(f"the draft's config.json has keys of {' and of '.join(found)}; expected those of one variant")
-    if found == ["domino"] and dflash["projector_type"] != VARIANTS["domino"].projector_type:
-        raise DraftError(f"the draft's config.json has projector_type {dflash['projector_type']!r}; only 'domino' is built")
     return found[0] if found else "dflash"
+
+
+def _tells_of(name: str, variant: Variant, values: Mapping[str, Any], dflash: Mapping[str, Any]) -> bool:
+    """Whether anything in a `config.json` is of this variant, and not of a plain draft."""
+    plain, own = VARIANTS["dflash"], variant.architecture.removesuffix("DraftModel")
+    return (
+        (variant.architecture != plain.architecture and any(own in given for given in values.get("architectures") or ()))
+        or (variant.projector_type is not None and dflash.get("projector_type") == variant.projector_type)
+        # Either sign will do: the reference's own export says is_causal false of every draft.
+        or (variant.causal and bool(values.get("is_causal") or dflash.get("causal")))
+        or not dflash.keys().isdisjoint(VARIANT_FIELDS.get(name, ()))
+    )
 
 
 def _plain_rope_theta(values: Mapping[str, Any]) -> float:

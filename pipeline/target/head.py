@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 def bundle_of(target: Target) -> TargetBundle:
     """The bundle on the CPU, in the target's dtype, whole also under tensor parallelism (every rank of the group must call this).
 
-    A tied head is the embedding's own tensor. Scales come from the config, and the embedding's is compared with a real forward:
-    `TargetError` when a target does something to its embeddings that a factor cannot express and the config does not name.
+    A tied head is the embedding's own tensor. Scales come from the config, and are compared with a real forward: `TargetError` when a
+    target does something to its embeddings or logits that a factor (and a soft cap) cannot express and the config does not name.
     """
     weight = target.model.get_input_embeddings().weight
     embedding = whole(weight)
@@ -34,7 +34,7 @@ def bundle_of(target: Target) -> TargetBundle:
         final_norm=_norm_scale(target),
         config=target.config,
         input_embedding_scale=_embedding_scale(target),
-        output_multiplier=output_multiplier(target.config),
+        output_multiplier=_output_multiplier(target, head),
         final_logit_softcapping=target.config.get("final_logit_softcapping") or None,
     ).check()
 
@@ -45,11 +45,35 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
 
 
-def output_multiplier(config: dict[str, Any]) -> float:
-    """Factor on the logits before any soft cap: Granite divides by `logits_scaling`, Cohere and Falcon-H1 multiply."""
-    if scaling := config.get("logits_scaling"):
-        return 1.0 / float(scaling)
-    return float(config.get("logit_scale") or config.get("lm_head_multiplier") or 1.0)
+def _output_multiplier(target: Target, head: torch.Tensor) -> float:
+    """Factor on the logits before any soft cap. The config names a number, not what is done with it (of `logits_scaling`, Granite divides
+    by it and HyperCLOVA X multiplies), so each is compared with the logits of a real forward."""
+    seen: list[torch.Tensor] = []
+    ids = torch.arange(min(8, target.vocab_size), device=target.device)[None]
+    handle = target.norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    try:
+        with torch.no_grad():
+            logits = whole(target.model(input_ids=ids, use_cache=False).logits)[0].float()
+    finally:
+        handle.remove()
+    plain = (whole(seen[-1])[0].to(head.dtype) @ head.T).float()
+    cap, config = target.config.get("final_logit_softcapping"), target.config
+    named = [config.get(name) for name in ("logits_scaling", "logit_scale", "lm_head_multiplier")]
+    known = [1.0, *(factor for name in named if name for factor in (float(name), 1.0 / float(name)))]
+
+    def error(factor: float) -> float:
+        expected = plain * factor
+        expected = cap * torch.tanh(expected / cap) if cap else expected
+        # Some targets mask rows of the head that no token has.
+        return float(torch.where(logits > -1e4, (logits - expected).abs(), 0.0).max())
+
+    factor = min(known, key=error)
+    if error(factor) > 2e-2 * float(logits[logits > -1e4].abs().max()):
+        raise TargetError(
+            f"the logits of the target ({type(target.model).__name__}) are not a multiple of its final norm's output times its head"
+            f"{f', capped at {cap}' if cap else ''} (the nearest factor known is {factor:.6g}), so a draft cannot decode with its head."
+        )
+    return factor
 
 
 def _embedding_scale(target: Target) -> float:
@@ -82,15 +106,15 @@ def _embedding_scale(target: Target) -> float:
 
 
 def _norm_scale(target: Target) -> torch.Tensor:
-    """[H], the factor that the final norm applies: its weight, or 1 + weight where the target stores it so (Gemma)."""
-    weight = whole(target.norm.weight)  # type: ignore[arg-type]
-    probe = torch.linspace(-1.0, 1.0, target.hidden_size, dtype=torch.float64)
+    """[H], the factor that the final norm applies: its weight, or 1 + weight where the target stores it so (Gemma), or 1 (OLMo)."""
+    stored: Any = getattr(target.norm, "weight", None)
+    weight = torch.ones(target.hidden_size, dtype=target.dtype) if stored is None else whole(stored)
+    probe = torch.linspace(-1.0, 2.0, target.hidden_size, dtype=torch.float64)
     with torch.no_grad():
         out = target.norm(probe.to(target.device, target.dtype)[None]).double().cpu()[0]
     unit = probe / probe.square().mean().sqrt()
     errors = {shift: float((out - unit * (weight.double() + shift)).abs().max()) for shift in (0.0, 1.0)}
-    if errors[1.0] < errors[0.0]:
-        return (weight.float() + 1.0).to(torch.float32)
-    if errors[0.0] > 0.05 * float(out.abs().max()):
+    shift = min(errors, key=lambda shift: errors[shift])
+    if errors[shift] > 0.05 * float(out.abs().max()):  # such as a layer norm, which takes the mean away
         log.warning("the final norm %s is not an RMS norm; drafts that use final hidden states would need it", type(target.norm).__name__)
-    return weight
+    return weight if shift == 0.0 else (weight.float() + shift).to(torch.float32)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
 from pipeline.draft.config import DraftConfig
+from pipeline.draft.export import INDEX, SINGLE, weight_files
 from pipeline.draft.model import Draft, new_in_variant
 from pipeline.draft.published import from_json
 from pipeline.errors import CheckpointError, DraftError
@@ -31,7 +32,7 @@ from pipeline.train.checkpoint import AVERAGE, DRAFT, read_state, read_tensors
 
 log = logging.getLogger(__name__)
 
-INDEX, SINGLE, DCP_INDEX = "model.safetensors.index.json", "model.safetensors", ".metadata"
+DCP_INDEX = ".metadata"
 COMPUTED = (
     *("rope_theta", "rms_norm_eps", "num_attention_heads", "target_layer_ids", "sliding_window", "layer_types", "variant", "latent"),
     *("block_size", "mask_token_id", "shift_label", "pure_draft_prefix_len"),
@@ -103,26 +104,13 @@ def _open(path: Path) -> Weights:
         return _dcp(path)
     if (path / "state.json").is_file():
         return _own_checkpoint(path)
-    if (path / INDEX).is_file():
-        names = _files_named(path / INDEX)
-        if outside := [name for name in names if Path(name).name != name]:
-            raise ValueError(f"{INDEX} names files outside of the folder: {', '.join(sorted(outside))}")
-        return _safetensors("Hugging Face folder", {path / name for name in names})
-    if (path / SINGLE).is_file():
-        return _safetensors("Hugging Face folder", {path / SINGLE})
+    if (path / INDEX).is_file() or (path / SINGLE).is_file():
+        return _safetensors("Hugging Face folder", set(weight_files(path)))
     raise CheckpointError(
         f"model.init_from_checkpoint: {path} {'is none of what is read' if path.exists() else 'does not exist'}. Expected a checkpoint of "
         f"this trainer (…/checkpoints/step_…), a folder with {SINGLE} or {INDEX}, a .safetensors file, or a DCP folder (with {DCP_INDEX}). "
         "Files of torch.save are not read, since they may run code: convert them to safetensors."
     )
-
-
-def _files_named(index: Path) -> set[str]:
-    found: Any = json.loads(index.read_text())
-    files = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise ValueError(f"{index.name} has no weight_map of tensors to files")
-    return set(files.values())
 
 
 def _safetensors(kind: str, files: set[Path]) -> Weights:

@@ -19,6 +19,7 @@ from pipeline.records import TargetBundle
 from tests.support.drafts import FULL, SLIDING, kimi_config, lively_draft, small_config
 from tests.support.samples import MASK_TOKEN_ID, VOCAB, bundle
 
+LAYERS_AND_MASK = {"target_layer_ids": [1, 3], "mask_token_id": 29}
 SPECIAL = {"eos": 2, "pad": 2, "bos": None}
 
 
@@ -174,6 +175,11 @@ def test_published_configs() -> None:
         ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 29, "projector_type": "mlp"}}, "projector_type 'mlp'"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
         ({"block_size": 7}, "block_size 7 at the top level and 3 in dflash_config"),
+        (
+            {"output_multiplier": 2.0, "dflash_config": {**LAYERS_AND_MASK, "output_multiplier": 0.5}},
+            "output_multiplier 2.0 at the top level and 0.5",
+        ),
+        ({"layer_types": [FULL, SLIDING], "sliding_window": 9, "use_sliding_window": False}, "use_sliding_window false, and layer_types"),
         ({"final_logit_softcapping": -3.0}, "final_logit_softcapping is -3.0, expected more than 0"),
     ],
 )

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from pipeline.draft.export import export_draft, load_draft
 from pipeline.draft.published import from_json, to_json
 from pipeline.errors import DraftError
-from tests.support.drafts import small_config
+from tests.support.drafts import FULL, SLIDING, lively_draft, small_config
 from tests.support.family import DRAFTS, family_config, family_draft
 
 CONV = {
@@ -75,6 +76,72 @@ def test_what_a_published_config_leaves_out() -> None:
     assert read({"projector_type": "domino"}) == small_config(block_size=4, variant="domino", pure_draft_prefix_len=0, shift_label=False)
     for causal in (read({}, is_causal=True), read({"causal": True})):
         assert causal == family_config("jetspec")
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_fields_at_the_top_level(name: str) -> None:
+    """Where z-lab's class looks for what `dflash_config` has not. Some of them, such as how many candidates there are, no weight shows."""
+    config, values = family_config(name), to_json(family_config(name))
+    moved = {key: value for key, value in values["dflash_config"].items() if key not in ("projector_type", "causal")}
+    kept = {key: value for key, value in values["dflash_config"].items() if key not in moved}
+    assert from_json({**values, **moved, "dflash_config": kept}) == config
+
+
+def test_a_published_config_with_all_that_others_write_besides() -> None:
+    """Keys of transformers that tell nothing about what is computed, and those of a target's config left behind."""
+    others = {
+        "auto_map": {"AutoModel": "modeling_dflash.DFlashDraftModel"},
+        "transformers_version": "4.57.1",
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        "quantization_config": None,
+        "tie_word_embeddings": True,
+        "max_window_layers": 36,
+    }
+    assert from_json({**to_json(small_config()), **others}) == small_config()
+
+
+def test_layer_types_that_a_config_leaves_out_are_those_of_transformers() -> None:
+    from transformers import Qwen3Config
+
+    plain = {key: value for key, value in to_json(small_config()).items() if key not in ("layer_types", "max_window_layers")}
+    for window in ({}, {"max_window_layers": 1}, {"max_window_layers": 0}, {"max_window_layers": 1, "use_sliding_window": False}):
+        values = {**plain, "sliding_window": 9, "use_sliding_window": True, **window}
+        read = Qwen3Config(**values)
+        assert list(from_json(values).layer_types) == read.layer_types
+        assert from_json(values).sliding_window == (read.sliding_window if SLIDING in read.layer_types else None)
+
+
+def test_sliding_layers_of_which_nobody_says_whether_they_are_causal(caplog: pytest.LogCaptureFixture) -> None:
+    values = to_json(small_config(layer_types=(FULL, SLIDING), sliding_window=9))
+    told = from_json(values)
+    assert not caplog.records
+    assert from_json({key: value for key, value in values.items() if key != "is_causal"}) == told
+    assert "sliding layers and no is_causal" in caplog.text
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_weights_in_several_files(files: int, tmp_path: Path) -> None:
+    draft = lively_draft(small_config())
+    export_draft(draft, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    where = {name: f"model-{number % files}.safetensors" for number, name in enumerate(weights)}
+    for file in set(where.values()):
+        save_file({name: tensor for name, tensor in weights.items() if where[name] == file}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    loaded = load_draft(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "../elsewhere.safetensors"}}))
+    with pytest.raises(DraftError, match="names files outside of the folder"):
+        load_draft(tmp_path)
+    index.write_text(json.dumps({"weight_map": {**where, "norm.weight": "model-9.safetensors"}}))
+    with pytest.raises(DraftError, match="damaged"):
+        load_draft(tmp_path)
 
 
 def test_keys_of_two_variants_are_refused() -> None:

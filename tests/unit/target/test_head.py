@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.errors import TargetError
 from pipeline.target.head import bundle_of
 from pipeline.target.load import Target
 from tests.support.tiny import TinyShape, write_target
@@ -48,13 +49,22 @@ def _granite() -> Any:
     return GraniteForCausalLM(GraniteConfig(**SIZES, embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.22))
 
 
+def _hyperclovax() -> Any:
+    from transformers import HyperCLOVAXConfig, HyperCLOVAXForCausalLM
+
+    return HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**SIZES, embedding_multiplier=3.0, logits_scaling=0.125))
+
+
 def _cohere() -> Any:
     from transformers import Cohere2Config, Cohere2ForCausalLM
 
     return Cohere2ForCausalLM(Cohere2Config(**SIZES, logit_scale=0.25))
 
 
-@pytest.mark.parametrize(("build", "dtype"), [(_gemma2, "float32"), (_gemma2, "bfloat16"), (_gemma3, "float32"), (_granite, "float32")])
+@pytest.mark.parametrize(
+    ("build", "dtype"),
+    [(_gemma2, "float32"), (_gemma2, "bfloat16"), (_gemma3, "float32"), (_granite, "float32"), (_hyperclovax, "float32")],
+)
 def test_scaled_targets(build: Callable[[], Any], dtype: str, load: Load, tmp_path: Path) -> None:
     """What the bundle says reproduces the target's first layer input and its logits."""
     torch.manual_seed(0)
@@ -85,3 +95,28 @@ def test_scaled_targets(build: Callable[[], Any], dtype: str, load: Load, tmp_pa
 def test_layer_norm_targets_keep_their_multiplier(load: Load, tmp_path: Path) -> None:
     _cohere().save_pretrained(tmp_path / "target")
     assert bundle_of(load(tmp_path / "target", (1,))).output_multiplier == 0.25
+
+
+def test_a_norm_without_weights(load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import NanoChatConfig, NanoChatForCausalLM, OlmoConfig, OlmoForCausalLM
+
+    OlmoForCausalLM(OlmoConfig(**{name: size for name, size in SIZES.items() if name != "head_dim"})).save_pretrained(tmp_path / "olmo")
+    bundle = bundle_of(load(tmp_path / "olmo", (1,)))
+    assert torch.equal(bundle.final_norm, torch.ones(SIZES["hidden_size"]))
+    assert "is not an RMS norm" in caplog.text
+    # This one norms its embeddings too.
+    NanoChatForCausalLM(NanoChatConfig(**SIZES)).save_pretrained(tmp_path / "nanochat")
+    with pytest.raises(TargetError, match="does not receive a multiple of its embeddings"):
+        bundle_of(load(tmp_path / "nanochat", (1,)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_another_make_are_refused(dtype: str, target: Target, load: Load, tiny_target: Path) -> None:
+    """A factor that the config does not name would be trained and served without."""
+    target = load(tiny_target, (1,), dtype=dtype)
+    head = target.model.get_output_embeddings()
+    assert bundle_of(target).output_multiplier == 1.0
+    handle = head.register_forward_hook(lambda module, args, output: output * 1.25)
+    with pytest.raises(TargetError, match="are not a multiple of its final norm's output"):
+        bundle_of(target)
+    handle.remove()
