@@ -62,6 +62,13 @@ NO_MATTER = {"cache", "prepared_dir", "num_proc", "num_workers"}
 """Fields of `data` that change nothing in a draft; a cache is known by its digest."""
 
 
+def without_ledger(config: Config) -> Path | None:
+    """The file that the ledger should be in, where it is in a file and that is missing: opening it would begin a new one."""
+    where = config.sweep.storage or f"sqlite:///{Path(config.log_dir) / LEDGER}"
+    name = where if "://" not in where else where.removeprefix("sqlite:///") if where.startswith("sqlite:///") else None
+    return None if name is None or Path(name).exists() else Path(name)
+
+
 def open_storage(where: str | None, folder: Path) -> BaseStorage:
     """The storage that `sweep.storage` names, for a sweep in `folder`. Raises `ConfigError` when it cannot be opened."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -122,6 +129,22 @@ class Ledger:
                 if _key(params, seed) not in known:
                     self.study.enqueue_trial(params, user_attrs={"seed": seed})
 
+    def enqueue_seeds(self) -> None:
+        """Put every setting that a sampler chose, with every seed that it has not yet, into the ledger: also what a kill cut short, and
+        seeds that were added later."""
+        given: dict[str, tuple[dict[str, Any], set[int]]] = {}
+        for trial in self.trials():
+            if "seed" in trial.user_attrs:
+                given.setdefault(_key(params_of(trial), None), (params_of(trial), set()))[1].add(trial.user_attrs["seed"])
+        for params, seeds in given.values():
+            for seed in self.seeds:
+                if seed not in seeds:
+                    self.study.enqueue_trial(params, user_attrs={"seed": seed})
+
+    def waiting(self) -> list[FrozenTrial]:
+        """Trials that may be begun: not those of a seed that is no longer asked for."""
+        return [trial for trial in self.trials(WAITING) if trial.user_attrs.get("seed") in self.seeds]
+
     def propose(self) -> FrozenTrial:
         """A new setting by the sampler, running with the first seed; with the others it waits."""
         trial_id = self.storage.create_new_trial(self.storage.get_study_id_from_name(self.study.study_name))
@@ -139,10 +162,9 @@ class Ledger:
         if "seed" not in found.user_attrs:
             others = [one for one in self.trials() if one.number != found.number and params_of(one) == found.params]
             taken = {one.user_attrs["seed"] for one in others if "seed" in one.user_attrs}
-            for seed in self.seeds[1:] if not taken & set(self.seeds) else ():
-                self.study.enqueue_trial(found.params, user_attrs={"seed": seed})
             # Proposed once more, a setting is trained with a further seed: the same again would tell nothing new.
             self.set(trial_id, seed=self.seeds[0] if self.seeds[0] not in taken else max(taken) + 1)
+            self.enqueue_seeds()
         return self.storage.get_trial(trial_id)
 
     # ---- the life of a trial
