@@ -69,7 +69,9 @@ def _of_sweep(folder: Path, target: TargetSpeed | None, device: torch.device) ->
     facts += [("sampler, pruner", f"{config.sweep.sampler}, {config.sweep.pruner}")]
     section = config.sweep
     saved = list(_saved(folder, runs, target))
-    commands = _commands(runs, section.better, None if again is None else without_password(again))
+    commands = _commands(runs, section.better, "accelerate launch --num_processes 1")  # as every trial was trained
+    if commands and again is not None:
+        commands.append(("Go on with this sweep, also with more trials than before:", f"accelerate launch {without_password(again)}"))
     return Report(config.name, section.monitor, section.better, runs, facts, saved, commands, target)
 
 
@@ -129,7 +131,14 @@ def _of_runs(folders: Sequence[Path], target: TargetSpeed | None, device: torch.
         runs.append(_timed(run, folder, config, device))
     title = configs[0].name if len(folders) == 1 else f"{len(folders)} runs"
     return Report(
-        title, keep.monitor, keep.better, runs, [("runs", ", ".join(map(str, folders)))], [], _commands(runs, keep.better, None), target
+        title,
+        keep.monitor,
+        keep.better,
+        runs,
+        [("runs", ", ".join(map(str, folders)))],
+        [],
+        _commands(runs, keep.better, "accelerate launch"),
+        target,
     )
 
 
@@ -189,24 +198,21 @@ def _num_states(run: Run) -> int | None:
         return None
 
 
-def _commands(runs: Sequence[Run], mode: str, again: str | None) -> list[tuple[str, str]]:
+def _commands(runs: Sequence[Run], mode: str, launch: str) -> list[tuple[str, str]]:
     rows = leaderboard(runs, mode, None)
     if not rows:
         return []
     sign = 1 if mode == "max" else -1
     best = max(rows[0].runs, key=lambda run: sign * (run.value or 0.0))
     given, new = shlex.quote(f"{best.folder}/config.yaml"), "exp_manager.explicit_log_dir=runs/again"
-    found = [
-        (f"Train the best run ({best.name}) again, into a new folder:", f"accelerate launch stages/train_draft.py {given} {new}"),
+    return [
+        (f"Train the best run ({best.name}) again, into a new folder:", f"{launch} stages/train_draft.py {given} {new}"),
         (
             "Its draft was exported when it ended, as servers load it. Decode prompts with it and the target:",
             f"accelerate launch stages/evaluate.py {given} 'evaluate.input_cfg=[{{path: PROMPTS.jsonl}}]'",
         ),
         ("Take the export along:", f"cp -r {shlex.quote(best.folder + '/export')} DRAFT"),
     ]
-    if again is not None:
-        found.append(("Go on with this sweep, also with more trials than before:", f"accelerate launch {again}"))
-    return found
 
 
 def _block_size(folder: Path, config: Config) -> int:

@@ -93,7 +93,6 @@ class Ledger:
 
     def __init__(self, config: Config) -> None:
         """Open the study, or begin it. Raises `ConfigError` when it is one of another sweep."""
-        _check_installed(config.sweep.sampler)
         self.folder = Path(config.log_dir)
         self.section: SweepSection = config.sweep
         self.told = without_password(config.sweep.storage or str(self.folder / LEDGER))
@@ -263,7 +262,8 @@ def _sampler(name: str, seed: int) -> BaseSampler:
     return samplers.RandomSampler(seed=seed)  # of a grid everything is enqueued
 
 
-def _check_installed(name: str) -> None:
+def check_sampler(name: str) -> None:
+    """Raise `ConfigError` for a sampler whose package is not installed. Reading a ledger needs none."""
     package = {"qmc": "scipy", "gp": "scipy", "cmaes": "cmaes"}.get(name)
     if package is not None and find_spec(package) is None:
         raise ConfigError(f"sweep.sampler: {name} needs {package}, which is not installed: pip install {package}.")

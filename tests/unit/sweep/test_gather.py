@@ -9,7 +9,7 @@ import pytest
 from pipeline.config.load import to_yaml
 from pipeline.errors import ConfigError
 from pipeline.report.runs import Run
-from pipeline.sweep import gather
+from pipeline.sweep import gather, ledger
 from pipeline.sweep.ledger import without_ledger
 from tests.support.training import config
 
@@ -49,3 +49,15 @@ def test_a_report_of_a_sweep_without_its_journal_is_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"without its ledger.*journal\.log is missing"):
         gather._of_sweep(tmp_path, None, None)  # type: ignore[arg-type]  # no device is used
     assert not (tmp_path / "journal.log").exists()
+
+
+def test_a_sampler_that_is_not_installed_here_does_not_keep_its_sweep_from_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="cmaes needs cmaes, which is not installed"):
+        ledger.check_sampler("cmaes")
+    section = {"space": {"model.optim.lr": {"uniform": [1e-3, 2e-3]}}, "sampler": "cmaes", "trials": 1}
+    opened = ledger.Ledger(config(tmp_path, tmp_path, tmp_path, exp_manager__explicit_log_dir=str(tmp_path), sweep=section))
+    assert opened.trials() == []
+    opened.close()
