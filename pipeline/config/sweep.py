@@ -67,7 +67,9 @@ class SweepSection(Monitored):
     steps: Positive | None = Field(None, description="no trial is begun once the trials have this many optimizer steps together")
     hours: Annotated[float, Field(gt=0)] | None = Field(None, description="no trial is begun later than that after the launch")
     side_by_side: Positive | Literal["auto"] = Field(
-        "auto", description="trials that one process trains from one reading of the cache; auto: as many as fit into memory"
+        "auto",
+        description="trials that one process trains from one reading of the cache; auto: as many as fit into memory, at most 8 where the "
+        "sampler learns from those that have ended or hours are given",
     )
     storage: str | None = Field(
         None,

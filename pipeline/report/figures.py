@@ -1,7 +1,7 @@
 """Pictures of the report, each for a light and for a dark page."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from pipeline.report.runs import Estimate, Row, Run, is_range
 
@@ -102,12 +102,14 @@ def pareto(rows: Sequence[Row], monitor: str, mode: str) -> Draw:
             panels[1].set(xlabel="measured time of a block (ms)", title=f"{monitor} against time")
         if predicted:
             best = max(row.speedup or 0 for row in predicted)
-            for place, row in enumerate(predicted[:12]):
+            fastest = sorted(predicted, key=lambda row: -(row.speedup or 0))[:12]
+            shown = [row for row in predicted if row in fastest]
+            for place, row in enumerate(shown):
                 color = theme.accent if row.speedup == best else theme.faint
                 panels[2].barh(place, row.speedup or 0, color=color, height=0.62)
                 panels[2].text((row.speedup or 0) + best * 0.015, place, f"{row.speedup:.2f}×", va="center", color=theme.text, fontsize=8.5)
             panels[2].axvline(1.0, color=theme.text, lw=0.8, ls=":")
-            panels[2].set_yticks(range(len(predicted[:12])), [f"{rows.index(row) + 1}" for row in predicted[:12]])
+            panels[2].set_yticks(range(len(shown)), [f"{rows.index(row) + 1}" for row in shown])
             panels[2].invert_yaxis()
             panels[2].set_xlim(0, max(1.05, best * 1.16))
             panels[2].set(title="predicted speed-up, by rank", xlabel="tokens a second, of the target alone")
@@ -116,26 +118,48 @@ def pareto(rows: Sequence[Row], monitor: str, mode: str) -> Draw:
     return draw
 
 
+def settings_grid(found: Sized) -> tuple[int, int]:
+    """Rows and columns of panels of `settings_effects`."""
+    count = min(len(found), 6)
+    columns = count if count <= 4 else 3
+    return -(-count // columns), columns
+
+
 def settings_effects(found: Mapping[str, tuple[Mapping[Any, Estimate], float]], monitor: str) -> Draw:
     """By setting, the mean of the metric at each value, with its interval over all runs that have the value."""
-    shown = list(found.items())[:6]
+    rows, columns = settings_grid(found)
 
     def draw(figure: Figure, theme: Theme) -> None:
-        panels = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
-        for axes, (name, (levels, share)) in zip(panels, shown, strict=True):
+        panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
+        for place, axes in enumerate(panels.flat):
+            if place >= len(found):
+                axes.set_visible(False)
+        for axes, (name, (levels, share)) in zip(panels.flat, found.items(), strict=False):
             numeric = is_range(levels)
             at = [float(value) for value in levels] if numeric else list(range(len(levels)))
             means = [level.mean for level in levels.values()]
             axes.errorbar(at, means, [level.half or 0 for level in levels.values()], fmt="o", color=theme.accent, ms=5, capsize=3, lw=1.2)
             if not numeric:
-                axes.set_xticks(at, [str(value) for value in levels], rotation=0 if len(levels) < 4 else 20)
+                labels = [short(value) for value in levels]
+                crowded = sum(map(len, labels)) > 20
+                axes.set_xticks(at, labels, rotation=25 if crowded else 0, ha="right" if crowded else "center")
                 axes.set_xlim(-0.5, len(levels) - 0.5)
             elif at[0] > 0 and at[-1] / at[0] > 30:
                 axes.set_xscale("log")
+                axes.xaxis.set_major_locator(LogLocator(numticks=5))
+                axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")  # Matplotlib's own is math, which is not parsed here
+                axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_title(f"{name.rpartition('.')[2]}\nexplains {share:.0%}", fontsize=9.5)
-        panels[0].set_ylabel(monitor)
+        for row in panels:
+            row[0].set_ylabel(monitor)
 
     return draw
+
+
+def short(value: Any) -> str:
+    """A value as the label of a tick: of a long one its two ends."""
+    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 24 else f"{text[:9]}…{text[-14:]}"
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

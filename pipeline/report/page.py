@@ -12,6 +12,9 @@ from pipeline.report.runs import Estimate, Row, Run, TargetSpeed, effects, leade
 from pipeline.report.style import STYLE
 from pipeline.runtime.files import atomic_file
 
+SHORT = 30
+"""Letters of a value that stay in one line."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -32,7 +35,7 @@ def write_report(report: Report, folder: Path) -> Path:
     """`report.html` and its pictures as PNG files in `folder`; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = leaderboard(report.runs, report.mode, report.target)
-    others = [run for run in report.runs if run.state != "COMPLETE"]
+    others = [run for run in report.runs if not run.ended]
     found = effects(report.runs)
     pictures: dict[str, tuple[figures.Draw, tuple[float, float]]] = {}
     if any(run.records for run in report.runs):
@@ -43,7 +46,8 @@ def write_report(report: Report, folder: Path) -> Path:
     if any(row.accuracy_by_slot for row in rows):
         pictures["slots"] = (figures.slots(rows), (5.2, 3.4))
     if found:
-        pictures["settings"] = (figures.settings_effects(found, report.monitor), (min(10.4, 2.6 * len(found) + 0.6), 3.2))
+        down, across = figures.settings_grid(found)
+        pictures["settings"] = (figures.settings_effects(found, report.monitor), (min(10.4, 2.6 * across + 0.6), 3.2 * down))
     for name, (draw, size) in pictures.items():
         figures.png(draw, size, folder / f"{name}.png")
     images = {name: _picture(name, draw, size) for name, (draw, size) in pictures.items()}
@@ -186,4 +190,5 @@ def _text(value: str) -> str:
 
 
 def _code(value: str) -> str:
-    return f"<code>{_text(value)}</code>"
+    """A long value is broken into lines, a short one never: a column as narrow as a letter cannot be read."""
+    return f"<code{' class=long' if len(value) > SHORT else ''}>{_text(value)}</code>"

@@ -36,6 +36,11 @@ class Run:
     draft_seconds: float | None = None
 
     @property
+    def ended(self) -> bool:
+        """Whether it came to its end, with a metric that it can be compared by."""
+        return self.state == "COMPLETE" and self.value is not None and math.isfinite(self.value)
+
+    @property
     def validated(self) -> Mapping[str, Any]:
         """The last line of metrics with a validation."""
         return next((line for line in reversed(self.records) if "val_loss" in line), {})
@@ -102,7 +107,7 @@ def leaderboard(runs: Sequence[Run], mode: str, target: TargetSpeed | None) -> l
     """Settings that came to an end, best first."""
     by_setting: dict[str, list[Run]] = {}
     for run in runs:
-        if run.value is not None and run.state == "COMPLETE":
+        if run.ended:
             by_setting.setdefault(repr(sorted(run.settings.items(), key=str)), []).append(run)
     sign = 1 if mode == "max" else -1
     ordered = sorted(by_setting.values(), key=lambda group: -sign * _mean_value(group))
@@ -119,7 +124,7 @@ def leaderboard(runs: Sequence[Run], mode: str, target: TargetSpeed | None) -> l
 def effects(runs: Sequence[Run]) -> dict[str, tuple[dict[Any, Estimate], float]]:
     """By setting: the metric at each of its values, and the share of the variance over runs that these means explain (η²). Of a range,
     of which every run has a value of its own, the share is that of its `PARTS`: of single values it would always be all."""
-    ended = [run for run in runs if run.value is not None and run.state == "COMPLETE"]
+    ended = [run for run in runs if run.ended]
     values = [run.value or 0.0 for run in ended]
     total = sum((value - sum(values) / len(values)) ** 2 for value in values) if values else 0.0
     found: dict[str, tuple[dict[Any, Estimate], float]] = {}

@@ -14,7 +14,7 @@ h2{font-size:17px;font-weight:620;margin:44px 0 10px;padding-top:14px;border-top
 .tiles b{display:block;font-size:25px;font-weight:620;font-variant-numeric:tabular-nums;letter-spacing:-.01em}
 .tiles div:first-child b{color:var(--accent)}
 .tiles span{display:block;font-size:13px}
-.tiles i{display:block;font-style:normal;font-size:12px;color:var(--faint);margin-top:4px}
+.tiles i{overflow-wrap:anywhere;display:block;font-style:normal;font-size:12px;color:var(--faint);margin-top:4px}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
 th{text-align:left;font-weight:600;font-size:12px;color:var(--faint);padding:6px 12px 6px 0;
@@ -23,7 +23,8 @@ td{padding:7px 12px 7px 0;border-bottom:1px solid var(--line);vertical-align:top
 .n{text-align:right;white-space:nowrap}
 tbody tr:hover{background:var(--soft)}
 code,pre{font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-td code{overflow-wrap:anywhere}
+td code{white-space:nowrap}
+td code.long{display:inline-block;min-width:18em;white-space:normal;overflow-wrap:anywhere}
 pre{background:var(--soft);border-radius:8px;padding:12px 16px;white-space:pre-wrap;overflow-wrap:anywhere;margin:4px 0 14px}
 .note{color:var(--faint);font-size:13px;max-width:820px;margin:6px 0 12px}
 .faint{color:var(--faint);font-weight:400}

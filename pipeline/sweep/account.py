@@ -51,6 +51,7 @@ class Account:
             {
                 "trials": list(self.trials),
                 "layer_ids": list(self.reading.layer_ids),
+                "final": self.reading.final,
                 "steps": self.steps,
                 "seconds": self._written - self._start,
                 "read_seconds": self.reading.seconds,

@@ -8,7 +8,7 @@ is free was left by one that died or was stopped, and is taken over, from its ne
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,8 +27,8 @@ from pipeline.train.optim import total_steps
 
 log = logging.getLogger(__name__)
 
-MOST_WHILE_LEARNING = 8
-"""Drafts side by side where `auto` chooses and the sampler learns from trials that have ended."""
+MOST_AT_ONCE = 8
+"""Drafts side by side where `auto` chooses, and those that have ended decide about more: the sampler learns from them, or time is up."""
 LEARNING = ("tpe", "gp", "cmaes")
 MISSES = 4
 """New settings in a row that read something else than the group, after which no more are proposed for it."""
@@ -78,6 +78,8 @@ class Claims:
         with FolderLock(self.base.log_dir, "claim.lock", wait_for_it="another process that chooses its trials"):
             if self.base.sweep.sampler == "grid":
                 self.ledger.enqueue_grid()
+            else:
+                self.ledger.enqueue_seeds()
             group: list[Taken] = []
             key, room = "", _Room(self)
             for trial in self._candidates(room):
@@ -93,8 +95,8 @@ class Claims:
 
     def unfinished(self) -> int | None:
         """Trials that are not ended, proposed or not; None where only time or steps will tell."""
-        section, waiting, running = self.base.sweep, self.ledger.trials(WAITING), self.ledger.trials(RUNNING)
-        begun = len(self.ledger.trials()) - len(waiting)
+        section, waiting, running = self.base.sweep, self.ledger.waiting(), self.ledger.trials(RUNNING)
+        begun = len(self.ledger.trials()) - len(self.ledger.trials(WAITING))
         if section.sampler == "grid":
             return len(running) + min(len(waiting), len(waiting) if section.trials is None else max(0, section.trials - begun))
         return None if section.trials is None else len(running) + max(0, section.trials - begun)
@@ -102,12 +104,12 @@ class Claims:
     def _candidates(self, room: "_Room") -> Iterator[FrozenTrial]:
         """Trials that may be begun now: left behind, waiting, and new ones as long as they read what the group reads."""
         yield from self.ledger.trials(RUNNING)
-        for trial in self.ledger.trials(WAITING):
+        for trial in self.ledger.waiting():
             if not room.may_begin():
                 return
             yield trial
         misses = failures = 0
-        while self.base.sweep.sampler != "grid" and misses < MISSES and failures < FAILURES and room.may_begin():
+        while self.base.sweep.sampler != "grid" and misses < MISSES and failures < FAILURES and room.may_begin(self._promised()):
             before, trial = room.drafts, self.ledger.propose()
             room.begin(trial.number, self._describe(trial).steps)
             yield trial
@@ -117,6 +119,10 @@ class Claims:
                 failures += 1
             else:
                 misses += 1
+
+    def _promised(self) -> dict[int, int]:
+        """Steps of the trials that wait, by number: settings that were begun with the first seed, and are to be compared in pairs."""
+        return {trial.number: self._describe(trial).steps for trial in self.ledger.waiting()}
 
     def _describe(self, trial: FrozenTrial) -> _Described:
         if trial.state == RUNNING and "seed" not in trial.user_attrs:
@@ -188,8 +194,8 @@ class _Room:
         self._most: float = math.inf
         if section.side_by_side != "auto":
             self._most = section.side_by_side
-        elif section.sampler in LEARNING:
-            self._most = MOST_WHILE_LEARNING
+        elif section.sampler in LEARNING or section.hours is not None:
+            self._most = MOST_AT_ONCE
         self._most = min(self._most, claims.limit or math.inf)
         unfinished = claims.unfinished()
         if section.side_by_side == "auto" and unfinished is not None:
@@ -199,12 +205,12 @@ class _Room:
     def full(self) -> bool:
         return self.drafts >= self._most
 
-    def may_begin(self) -> bool:
-        """Whether the budget allows one more trial."""
-        section, deadline = self._section, self._claims.deadline
+    def may_begin(self, promised: Mapping[int, int] | None = None) -> bool:
+        """Whether the budget allows one more trial, with what is `promised` (steps by number) besides those that are begun."""
+        section, deadline, spent = self._section, self._claims.deadline, {**(promised or {}), **self._begun}
         return (
-            (section.trials is None or len(self._begun) < section.trials)
-            and (section.steps is None or sum(self._begun.values()) < section.steps)
+            (section.trials is None or len(spent) < section.trials)
+            and (section.steps is None or sum(spent.values()) < section.steps)
             and (deadline is None or time.monotonic() < deadline)
         )
 

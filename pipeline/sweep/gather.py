@@ -15,16 +15,17 @@ from optuna.trial import FrozenTrial
 from pipeline.cache.bundle import load_bundle
 from pipeline.cache.layout import target_folder
 from pipeline.config.load import Stage, load_config
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, ObjectiveSection
 from pipeline.draft.export import load_draft
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.report.page import Report
 from pipeline.report.runs import Run, TargetSpeed, leaderboard
 from pipeline.runtime.ranks import Ranks
 from pipeline.sweep.account import FOLDER as GROUPS
-from pipeline.sweep.ledger import LEDGER, SWEEP_CONFIG, Ledger, params_of, settled, without_password
+from pipeline.sweep.ledger import SWEEP_CONFIG, Ledger, params_of, settled
 from pipeline.sweep.space import label, overrides
 from pipeline.sweep.speed import draft_seconds, target_speed
+from pipeline.sweep.storage import without_ledger, without_password
 from pipeline.train.checkpoint import checkpoints, read_state
 from pipeline.train.watch import read_metrics
 
@@ -53,9 +54,10 @@ def target_of(folders: Sequence[Path], ranks: Ranks) -> TargetSpeed:
 def _of_sweep(folder: Path, target: TargetSpeed | None, device: torch.device) -> Report:
     words = overrides({"exp_manager.explicit_log_dir": str(folder)})
     config = settled(load_config("sweep", str(folder / SWEEP_CONFIG), words), own_answers=False)  # auto: of an earlier version
-    if config.sweep.storage is None and not (folder / LEDGER).is_file():  # opening it would begin a new one
+    if missing := without_ledger(config):
         raise ConfigError(
-            f"{folder} is a sweep without its ledger: {folder / LEDGER} is missing. Bring it back, or name folders in trials/."
+            f"{folder} is a sweep without its ledger: {missing} is missing (a relative path is from the current folder). Bring it back, "
+            "or name folders in trials/."
         )
     ledger = Ledger(config)
     try:
@@ -65,10 +67,13 @@ def _of_sweep(folder: Path, target: TargetSpeed | None, device: torch.device) ->
         ledger.close()
     runs = [_timed(_of_trial(config, trial), folder, config, device) for trial in trials]
     facts = [("ledger", ledger.told), ("study", config.name), ("cache", str(config.cache_path))]
-    facts += [("cache digest", str(cache)), ("sampler, pruner", f"{config.sweep.sampler}, {config.sweep.pruner}")]
+    facts += [("cache digest", str(cache))] if cache is not None else []
+    facts += [("sampler, pruner", f"{config.sweep.sampler}, {config.sweep.pruner}")]
     section = config.sweep
     saved = list(_saved(folder, runs, target))
-    commands = _commands(runs, section.better, None if again is None else without_password(again))
+    commands = _commands(runs, section.better, "accelerate launch --num_processes 1")  # as every trial was trained
+    if commands and again is not None:
+        commands.append(("Go on with this sweep, also with more trials than before:", f"accelerate launch {without_password(again)}"))
     return Report(config.name, section.monitor, section.better, runs, facts, saved, commands, target)
 
 
@@ -128,7 +133,14 @@ def _of_runs(folders: Sequence[Path], target: TargetSpeed | None, device: torch.
         runs.append(_timed(run, folder, config, device))
     title = configs[0].name if len(folders) == 1 else f"{len(folders)} runs"
     return Report(
-        title, keep.monitor, keep.better, runs, [("runs", ", ".join(map(str, folders)))], [], _commands(runs, keep.better, None), target
+        title,
+        keep.monitor,
+        keep.better,
+        runs,
+        [("runs", ", ".join(map(str, folders)))],
+        [],
+        _commands(runs, keep.better, "accelerate launch"),
+        target,
     )
 
 
@@ -172,38 +184,37 @@ def _saved(folder: Path, runs: Sequence[Run], target: TargetSpeed | None) -> Ite
 
 
 def _alone(group: Mapping[str, Any], runs: Sequence[Run]) -> float:
-    """Bytes that the trials of a group would have read each by itself: their own layers of all that they were fed."""
-    share = {run.name: _num_layers(run) or len(group["layer_ids"]) for run in runs}
-    of_layer = group["bytes_read"] / group["tokens_read"] / len(group["layer_ids"]) if group["tokens_read"] else 0.0
-    return float(sum(of_layer * tokens * share[f"{int(number):04d}"] for number, tokens in group["tokens_fed"].items()))
+    """Bytes that the trials of a group would have read each by itself: their own states of all that they were fed."""
+    read = len(group["layer_ids"]) + bool(group.get("final"))
+    share = {run.name: _num_states(run) or read for run in runs}
+    of_state = group["bytes_read"] / group["tokens_read"] / read if group["tokens_read"] else 0.0
+    return float(sum(of_state * tokens * share[f"{int(number):04d}"] for number, tokens in group["tokens_fed"].items()))
 
 
-def _num_layers(run: Run) -> int | None:
+def _num_states(run: Run) -> int | None:
+    """States of a token that a run reads: of its target layers, and the final one where its objective needs that."""
     try:
-        ids = json.loads((Path(run.folder) / "provenance.json").read_text())["fingerprint"]["draft"]["target_layer_ids"]
+        known = json.loads((Path(run.folder) / "provenance.json").read_text())["fingerprint"]
+        return len(known["draft"]["target_layer_ids"]) + ObjectiveSection(name=known["objective"]["name"]).needs_final
     except (OSError, KeyError, ValueError):
         return None
-    return len(ids)
 
 
-def _commands(runs: Sequence[Run], mode: str, again: str | None) -> list[tuple[str, str]]:
+def _commands(runs: Sequence[Run], mode: str, launch: str) -> list[tuple[str, str]]:
     rows = leaderboard(runs, mode, None)
     if not rows:
         return []
     sign = 1 if mode == "max" else -1
     best = max(rows[0].runs, key=lambda run: sign * (run.value or 0.0))
     given, new = shlex.quote(f"{best.folder}/config.yaml"), "exp_manager.explicit_log_dir=runs/again"
-    found = [
-        (f"Train the best run ({best.name}) again, into a new folder:", f"accelerate launch stages/train_draft.py {given} {new}"),
+    return [
+        (f"Train the best run ({best.name}) again, into a new folder:", f"{launch} stages/train_draft.py {given} {new}"),
         (
             "Its draft was exported when it ended, as servers load it. Decode prompts with it and the target:",
             f"accelerate launch stages/evaluate.py {given} 'evaluate.input_cfg=[{{path: PROMPTS.jsonl}}]'",
         ),
         ("Take the export along:", f"cp -r {shlex.quote(best.folder + '/export')} DRAFT"),
     ]
-    if again is not None:
-        found.append(("Go on with this sweep, also with more trials than before:", f"accelerate launch {again}"))
-    return found
 
 
 def _block_size(folder: Path, config: Config) -> int:

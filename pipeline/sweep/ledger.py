@@ -19,7 +19,6 @@ not in the ledger: it holds the lock of the trial's folder.
 
 import json
 import logging
-import re
 import secrets
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
@@ -28,8 +27,7 @@ from typing import Any
 
 import optuna
 from optuna.samplers import BaseSampler
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages import RDBStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
@@ -38,6 +36,7 @@ from pipeline.config.sweep import SweepSection
 from pipeline.errors import ConfigError
 from pipeline.runtime.files import atomic_file
 from pipeline.sweep.space import Params, grid, label, suggest
+from pipeline.sweep.storage import LEDGER, open_storage, without_password
 from pipeline.train.watch import settle_monitors
 
 log = logging.getLogger(__name__)
@@ -49,8 +48,6 @@ WAITING, RUNNING, COMPLETE, PRUNED, FAIL = (
     TrialState.PRUNED,
     TrialState.FAIL,
 )
-LEDGER = "study.db"
-"""In LOG_DIR, unless `sweep.storage` names another."""
 SWEEP_CONFIG = "sweep.yaml"
 """In LOG_DIR: the configuration of the newest launch."""
 SWEEP_ID = "sweep.id"
@@ -63,31 +60,11 @@ NO_MATTER = {"cache", "prepared_dir", "num_proc", "num_workers"}
 """Fields of `data` that change nothing in a draft; a cache is known by its digest."""
 
 
-def open_storage(where: str | None, folder: Path) -> BaseStorage:
-    """The storage that `sweep.storage` names, for a sweep in `folder`. Raises `ConfigError` when it cannot be opened."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        if where is not None and "://" not in where:
-            return JournalStorage(JournalFileBackend(where))
-        url = where or f"sqlite:///{folder / LEDGER}"
-        # Writers of one SQLite file wait for each other.
-        return RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 120}} if url.startswith("sqlite") else None)
-    except Exception as error:  # the database's own driver has its own errors
-        told = without_password(f"{where or folder / LEDGER} cannot be opened: {error}")
-        raise ConfigError(f"sweep.storage: {told}") from error
-
-
-def without_password(text: str) -> str:
-    """`text` with the passwords of URLs in it as ***: it goes to where more people read than may open the database."""
-    return re.sub(r"(://[^:/@\s]*:)[^@\s]+@", r"\1***@", text)
-
-
 class Ledger:
     """The study of one sweep. What proposes or takes trials is called by one process at a time, which `claim.py` sees to."""
 
     def __init__(self, config: Config) -> None:
         """Open the study, or begin it. Raises `ConfigError` when it is one of another sweep."""
-        _check_installed(config.sweep.sampler)
         self.folder = Path(config.log_dir)
         self.section: SweepSection = config.sweep
         self.told = without_password(config.sweep.storage or str(self.folder / LEDGER))
@@ -123,6 +100,22 @@ class Ledger:
                 if _key(params, seed) not in known:
                     self.study.enqueue_trial(params, user_attrs={"seed": seed})
 
+    def enqueue_seeds(self) -> None:
+        """Put every setting that a sampler chose, with every seed that it has not yet, into the ledger: also what a kill cut short, and
+        seeds that were added later."""
+        given: dict[str, tuple[dict[str, Any], set[int]]] = {}
+        for trial in self.trials():
+            if "seed" in trial.user_attrs:
+                given.setdefault(_key(params_of(trial), None), (params_of(trial), set()))[1].add(trial.user_attrs["seed"])
+        for params, seeds in given.values():
+            for seed in self.seeds:
+                if seed not in seeds:
+                    self.study.enqueue_trial(params, user_attrs={"seed": seed})
+
+    def waiting(self) -> list[FrozenTrial]:
+        """Trials that may be begun: not those of a seed that is no longer asked for."""
+        return [trial for trial in self.trials(WAITING) if trial.user_attrs.get("seed") in self.seeds]
+
     def propose(self) -> FrozenTrial:
         """A new setting by the sampler, running with the first seed; with the others it waits."""
         trial_id = self.storage.create_new_trial(self.storage.get_study_id_from_name(self.study.study_name))
@@ -140,10 +133,9 @@ class Ledger:
         if "seed" not in found.user_attrs:
             others = [one for one in self.trials() if one.number != found.number and params_of(one) == found.params]
             taken = {one.user_attrs["seed"] for one in others if "seed" in one.user_attrs}
-            for seed in self.seeds[1:] if not taken & set(self.seeds) else ():
-                self.study.enqueue_trial(found.params, user_attrs={"seed": seed})
             # Proposed once more, a setting is trained with a further seed: the same again would tell nothing new.
             self.set(trial_id, seed=self.seeds[0] if self.seeds[0] not in taken else max(taken) + 1)
+            self.enqueue_seeds()
         return self.storage.get_trial(trial_id)
 
     # ---- the life of a trial
@@ -249,7 +241,8 @@ def _sampler(name: str, seed: int) -> BaseSampler:
     return samplers.RandomSampler(seed=seed)  # of a grid everything is enqueued
 
 
-def _check_installed(name: str) -> None:
+def check_sampler(name: str) -> None:
+    """Raise `ConfigError` for a sampler whose package is not installed. Reading a ledger needs none."""
     package = {"qmc": "scipy", "gp": "scipy", "cmaes": "cmaes"}.get(name)
     if package is not None and find_spec(package) is None:
         raise ConfigError(f"sweep.sampler: {name} needs {package}, which is not installed: pip install {package}.")

@@ -71,7 +71,7 @@ class SharedReading:
     """
 
     def __init__(self, base: TrainingData, layer_ids: tuple[int, ...], final: bool, device: torch.device) -> None:
-        self.layer_ids, self._device = layer_ids, device
+        self.layer_ids, self.final, self._device = layer_ids, final, device
         self._cache = _cached(base).cache
         self._bytes_before = self._cache.bytes_read
         self._source = _cached(base).source(layer_ids, final)

@@ -30,7 +30,7 @@ from pipeline.runtime.ranks import Ranks
 from pipeline.sweep.account import Account
 from pipeline.sweep.claim import Claims, Taken
 from pipeline.sweep.group import EVERYONES, Group, Member, told
-from pipeline.sweep.ledger import COMPLETE, FAIL, PRUNED, RUNNING, SWEEP_CONFIG, WAITING, Ledger, settled
+from pipeline.sweep.ledger import COMPLETE, FAIL, PRUNED, RUNNING, SWEEP_CONFIG, WAITING, Ledger, check_sampler, settled
 from pipeline.sweep.memory import num_parameters
 from pipeline.sweep.reading import Readings, SharedFeed, SharedReading
 from pipeline.sweep.space import of_all_layers, overrides
@@ -63,6 +63,7 @@ def sweep(config: Config, launch: Launch, config_of: Callable[[Sequence[str]], C
     """
     check_trackers(config.exp_manager)
     check_compiler(config.trainer)
+    check_sampler(config.sweep.sampler)
     folder = Path(config.log_dir)
     folder.mkdir(parents=True, exist_ok=True)
     deadline = None if config.sweep.hours is None else time.monotonic() + 3600 * config.sweep.hours

@@ -65,7 +65,9 @@ def test_the_report_of_a_sweep(swept: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_its_command_trains_the_best_run_again(swept: Path, tmp_path: Path) -> None:
     assert report.main([str(swept), "--out", str(tmp_path)]) == 0
-    [command] = re.findall(r"<pre>accelerate launch stages/train_draft.py (.*?)</pre>", (tmp_path / "report.html").read_text())
+    [command] = re.findall(
+        r"<pre>accelerate launch --num_processes 1 stages/train_draft.py (.*?)</pre>", (tmp_path / "report.html").read_text()
+    )
     file, override = shlex.split(command)
     assert override.startswith("exp_manager.explicit_log_dir=")
     assert train(load_config("train", file, [f"exp_manager.explicit_log_dir={tmp_path / 'again'}"]), start_ranks(1, None, 1))

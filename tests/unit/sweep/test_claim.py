@@ -10,8 +10,8 @@ import torch
 from pipeline.capture.run import capture
 from pipeline.config.load import load_config
 from pipeline.runtime.ranks import start_ranks
-from pipeline.sweep.claim import Claims, Taken
-from pipeline.sweep.ledger import FAIL, RUNNING, WAITING, Ledger
+from pipeline.sweep.claim import MOST_AT_ONCE, Claims, Taken
+from pipeline.sweep.ledger import FAIL, RUNNING, WAITING, Ledger, params_of
 from pipeline.sweep.reading import Readings
 from tests.support.sweeps import write_sweep
 from tests.support.tiny import write_chats
@@ -125,3 +125,38 @@ def test_settings_that_cannot_be_are_in_the_budget_and_do_not_end_it(claims_of: 
     while grid.take_group():
         pass
     assert [trial.state for trial in grid.ledger.trials()] == [FAIL] * 3 + [RUNNING, WAITING]
+
+
+def _pairs(ledger: Ledger) -> list[tuple[Any, int]]:
+    return sorted((params_of(trial)["model.optim.lr"], trial.user_attrs["seed"]) for trial in ledger.trials())
+
+
+def test_a_budget_is_for_settings_with_all_their_seeds(claims_of: Callable[..., Claims]) -> None:
+    """Settings are proposed in groups of one seed; were the budget spent on those alone, nothing would be compared in pairs."""
+    for name, budget in (("paired trials", {"trials": 6}), ("paired steps", {"steps": 6 * 8})):
+        claims = claims_of(name, {"space": RANGE, "sampler": "random", "seeds": [5, 6, 7], **budget})
+        groups = [[trial.config.trainer.seed for trial in claims.take_group()] for _ in range(4)]
+        assert groups == [[5, 5], [6, 6], [7, 7], []]
+        rates = {rate for rate, _ in _pairs(claims.ledger)}
+        assert _pairs(claims.ledger) == sorted((rate, seed) for rate in rates for seed in (5, 6, 7))
+
+
+def test_seeds_that_a_kill_cut_short_or_that_were_added_later_are_trained(claims_of: Callable[..., Claims]) -> None:
+    section = {"space": RANGE, "sampler": "random", "trials": 3, "seeds": [5, 6, 7]}
+    ledger = claims_of("seeds", {**section, "seeds": [5]}).ledger
+    first = ledger.propose()
+    ledger.study.enqueue_trial(first.params, user_attrs={"seed": 6})  # as when the process is killed before the third
+    ledger.close()
+    claims = claims_of("seeds", section)
+    assert [trial.config.trainer.seed for _ in range(4) for trial in claims.take_group()] == [5, 6, 7]
+    more = claims_of("seeds", {**section, "trials": 5, "seeds": [5, 6, 7, 8]})
+    rate = first.params["model.optim.lr"]
+    assert [(t.config.trainer.seed, t.config.model.optim.lr) for t in more.take_group()] == [(8, rate)]
+    assert [trial.config.trainer.seed for trial in more.take_group()] == [5]  # one is left for a new setting
+    fewer = claims_of("seeds", {**section, "trials": 9, "seeds": [5]})
+    assert {trial.config.trainer.seed for trial in fewer.take_group()} == {5}
+
+
+def test_a_budget_of_hours_is_not_begun_all_at_once(claims_of: Callable[..., Claims]) -> None:
+    claims = claims_of("hours", {"space": RANGE, "sampler": "random", "hours": 1})
+    assert len(claims.take_group()) == MOST_AT_ONCE

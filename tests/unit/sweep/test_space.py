@@ -1,8 +1,8 @@
 import pytest
 
 from pipeline.config.sweep import DimensionSection
-from pipeline.sweep.ledger import without_password
 from pipeline.sweep.space import grid, of_all_layers, overrides, settings
+from pipeline.sweep.storage import without_password
 
 SPACE = {
     "model.draft.target_layer_ids": DimensionSection(choice=([4], [1, 4], None)),
