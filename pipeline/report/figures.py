@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,8 @@ def settings_effects(found: Mapping[str, tuple[Mapping[Any, Estimate], float]], 
             axes.errorbar(at, means, [level.half or 0 for level in levels.values()], fmt="o", color=theme.accent, ms=5, capsize=3, lw=1.2)
             if not numeric:
                 labels = [short(value) for value in levels]
-                crowded = sum(map(len, labels)) > 20
+                room = 96 / columns / len(labels)  # letters, about
+                crowded = any((len(one) + len(other)) / 2 + 1 > room for one, other in pairwise(labels))
                 axes.set_xticks(at, labels, rotation=25 if crowded else 0, ha="right" if crowded else "center")
                 axes.set_xlim(-0.5, len(levels) - 0.5)
             elif at[0] > 0 and at[-1] / at[0] > 30:
