@@ -74,7 +74,8 @@ class _CpuTiles(torch.autograd.Function):
         inputs, kept = (query, key, value, context_key, context_value), ctx.kept
         parts, ctx.kept = _Parts(*inputs, ctx.tiles), []
         # With shares e / Σ e, all that is formed of shares and gradients is formed of e and gradients / Σ e.
-        grad = _wide(grad).flatten(2, 3) / total.unsqueeze(-1)
+        # Contiguous, for a gradient may come in the layout of the output, at which oneDNN takes a thousand times as long.
+        grad = (_wide(grad).flatten(2, 3) / total.unsqueeze(-1)).contiguous()
         delta = (grad * out).sum(dim=-1)
         # Own slots, block by block.
         own = parts.own_scores().sub_(reference.unsqueeze(-1)).exp2_()
