@@ -36,10 +36,13 @@ def info(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
+    from pipeline.cache.info import info as describe
     from pipeline.cache.verify import verify_with_progress
 
     faults = verify_with_progress(arguments.cache, arguments.full, arguments.threads)
     print("\n".join(map(str, faults)) or f"no fault found{'' if arguments.full else ' in sizes; --full compares checksums'}")
+    if not faults and (found := describe(arguments.cache))["state"] != "complete":
+        print("the cache is not complete: {present} of {expected} shards are captured".format(**found["shards"]))
     return FAULTY if faults else 0
 
 

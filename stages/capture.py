@@ -14,7 +14,8 @@ from pipeline.runtime.stage import run_stage
 
 
 def main(config: Config) -> None:
-    """Capture the corpus of data.* with the target of model.target into the cache capture.path. Run it again to go on.
+    """Capture the corpus of data.* with the target of model.target into the cache capture.path. Run it again to go on. With --plan:
+    only say what that will take, in bytes, files and hours.
 
     Exit code 143 after SIGTERM: what is committed stays, the shard in progress is given up.
     """

@@ -63,8 +63,9 @@ def read_seconds() -> dict[str, float]:
 
 def launch(stage: str, config: str, *overrides: str) -> None:
     """`accelerate launch stages/STAGE.py CONFIG …` with one process, its output shown as it comes; stops the quickstart if it fails."""
-    alone = ("--num_processes", "1", "--num_machines", "1", "--num_cpu_threads_per_process", str(THREADS))
-    command = ["accelerate", "launch", *alone, f"stages/{stage}.py", config, *overrides]
+    one = ("--num_processes", "1", "--num_machines", "1", "--num_cpu_threads_per_process", str(THREADS))
+    told = ("--mixed_precision", "no", "--dynamo_backend", "no")  # accelerate warns of what it was not told
+    command = ["accelerate", "launch", *one, *told, f"stages/{stage}.py", config, *overrides]
     print(f"$ {shlex.join(command)}", flush=True)
     process = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command[1:]]
     code = subprocess.run(process, check=False).returncode
@@ -209,10 +210,10 @@ def describe(result: dict[str, Any]) -> str:
         ["optimizer steps", str(result["train_steps"])],
         ["acceptance length, served", f"{result['served_acceptance_length']:.3f}"],
         ["the same, untrained draft", f"{result['served_acceptance_length_untrained']:.3f}"],
-        ["predicted from the cache (walk)", f"{result['heldout_walk_accept_len']:.3f}"],
+        ["predicted from the cache (walk, bfloat16)", f"{result['heldout_walk_accept_len']:.3f}"],
         ["over uniformly chosen anchors", f"{result['heldout_accept_len']:.3f}"],
         *rates,
-        ["same answers as the target alone", "yes, token by token" if result["lossless"] else "NO"],
+        ["same answers as the target alone, in float32", "yes, token by token" if result["lossless"] else "NO"],
         ["minutes in all", f"{result['seconds']['total'] / 60:.1f}"],
     ]
     pictures = "\n".join(f"![{name}](train/{name}.png)" for name in ("training", "served"))

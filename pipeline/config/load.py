@@ -76,6 +76,8 @@ def _apply(override: str, given: Tree) -> str | None:
     if not equals:
         return f"{override}: an override is written a.b=value"
     parts = name.split(".")
+    if parts[:2] == ["sweep", "space"] and len(parts) > 4:
+        parts[2:-1] = [".".join(parts[2:-1])]  # sweep.space.model.optim.lr.choice: the names of fields are keys there
     if fault := unknown_part(parts):
         return fault
     try:
@@ -164,7 +166,10 @@ def _validate(values: Tree, faults: list[str]) -> Config | None:
             messages.setdefault(path, []).append(_message(item["type"], item["msg"], location))
             if item["type"] not in ("extra_forbidden", "missing", "value_error"):
                 ends[path] = f"; found {repr(found) if isinstance(found, str) else shown(found)}"
-        faults += [f"{path}: {', or '.join(dict.fromkeys(texts))}{ends.get(path, '')}" for path, texts in messages.items()]
+        # What concerns several sections has no path.
+        faults += [
+            (f"{path}: " if path else "") + ", or ".join(dict.fromkeys(texts)) + ends.get(path, "") for path, texts in messages.items()
+        ]
         return None
 
 

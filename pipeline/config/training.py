@@ -65,7 +65,7 @@ class TrainerSection(Section):
     @model_validator(mode="after")
     def _length(self) -> "TrainerSection":
         if self.max_steps is not None and self.max_epochs is not None:
-            raise ValueError("max_steps and max_epochs are both set; give one")
+            raise ValueError("max_steps and max_epochs are both set; give one (max_epochs=null leaves that of a file out)")
         return self
 
 
@@ -83,7 +83,7 @@ class Monitored(Section):
     @model_validator(mode="after")
     def _better(self) -> "Monitored":
         if self.mode not in (None, self.better):
-            raise ValueError(f"mode {self.mode} would take the worst {self.monitor} for the best; set mode to {self.better}")
+            raise ValueError(f"mode {self.mode} would take the worst {self.settled(False).monitor} for the best; set mode to {self.better}")
         return self
 
     def settled(self, own_answers: bool) -> Self:

@@ -7,6 +7,7 @@ What says nothing about a row but that nobody can be asked (no address answers, 
 
 import asyncio
 import json
+import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from pipeline.corpus.messages import nested_deeper, shown
 from pipeline.errors import RegenerateError
 from pipeline.regenerate.conversation import Answer
 from pipeline.regenerate.journal import MOST_NESTED
+
+log = logging.getLogger(__name__)
 
 LONGEST_PAUSE = 60.0
 LONGEST_RETRY_AFTER = 3600.0
@@ -67,8 +70,10 @@ class Servers:
             # Not long, since an answer to somebody else brings an address back; and not all who wait here in the same instant.
             await asyncio.sleep(min(1.0, min(self._free_at.values()) - now) * random.uniform(1.0, 1.25))
 
-    def failed(self, address: str, retry_after: float | None) -> None:
-        now = time.monotonic()
+    def failed(self, address: str, failure: _Failed) -> None:
+        now, retry_after = time.monotonic(), failure.retry_after
+        if retry_after is None and not self._failures[address]:
+            log.warning("%s; it is asked again after a pause", failure)
         if retry_after is not None:
             self._free_at[address] = max(self._free_at[address], now + retry_after)
         elif self._free_at[address] <= now:  # of requests that fail together one counts
@@ -107,7 +112,7 @@ class Client:
                 answer = await self._ask(address, body)
             except _Failed as failure:
                 last = failure
-                self._servers.failed(address, failure.retry_after)
+                self._servers.failed(address, failure)
                 if failure.connected:
                     alone_since = time.monotonic()
                     # A row that servers fail on waits; one whose server is not there can go to another at once.

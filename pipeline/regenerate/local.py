@@ -110,6 +110,7 @@ def _answer(config: Config, launch: Launch, answerer: Answerer, mine: Mapping[in
     section, ranks = config.regenerate, launch.ranks
     label = "answering" if ranks.world_size == 1 else f"answering (the first of {ranks.world_size} ranks)"
     prompts = read_prompts(config.data.train_ds.input_cfg)
+    log.info("%d batches of up to %d rows, which end together: the first figures come with the first batch", len(mine), section.batch_size)
     began, tokens = time.monotonic(), 0
     with journal, Progress(sum(mine.values()), "rows", label, ranks.is_main) as progress:
         for number, batch in enumerate(batches(prompts, section.batch_size)):

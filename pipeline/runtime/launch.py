@@ -156,7 +156,10 @@ class Launch:
         with suppress(PipelineError):
             self.check()
         ending = self._end
-        log_to_file(str(ending))
+        if isinstance(ending, StoppedError):
+            log.warning("%s", ending)
+        else:
+            log_to_file(str(ending))
         if isinstance(ending, LaunchError) and not isinstance(ending, PeerFailedError | StoppedError):
             with suppress(OSError):
                 self.tell(f"failed-{self.ranks.rank}", {"reason": str(ending), "stopped": False})

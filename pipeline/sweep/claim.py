@@ -173,6 +173,7 @@ class Claims:
         self.ledger.set(
             trial._trial_id, settings=list(described.words), folder=str(folder.relative_to(self.base.log_dir)), steps=described.steps
         )
+        log.info("trial %d, seed %s: %s", trial.number, trial.user_attrs.get("seed"), " ".join(described.words))
         if config is None:
             log.warning("trial %d (%s) cannot be: %s", trial.number, " ".join(described.words), described.error)
             self.ledger.set(trial._trial_id, error=f"{type(described.error).__name__}: {described.error}")

@@ -1,5 +1,6 @@
 """Online mode: the samples of a corpus, with states by a forward of the live target for each micro-batch."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from pipeline.target.probe import check_padding
 from pipeline.train.data import TrainingData, check_mask_token, own_answers, special_ids_of, usable_samples
 from pipeline.train.feed import Source
 
+log = logging.getLogger(__name__)
+
 
 def open_live(config: Config, ranks: Ranks) -> TrainingData:
     """Samples of the corpus; at most `capture.batch_tokens` are forwarded at a time. Every rank must call it.
@@ -34,6 +37,12 @@ def open_live(config: Config, ranks: Ranks) -> TrainingData:
     text: Any = read_config(section).get_text_config(decoder=True)
     order, fields = corpus_fields(config, corpus, text.vocab_size)
     layer_ids = draft.target_layer_ids or resolve_layer_ids(section, draft, text.num_hidden_layers)
+    if not draft.target_layer_ids and not section.layer_ids:
+        log.warning(
+            "this draft reads the target layers %s, chosen by its depth; from a cache it would read all that the cache has. Set "
+            "model.draft.target_layer_ids to train the same draft in both modes",
+            list(layer_ids),
+        )
     target_is = target_fields(section)
     target = load_target(section, ranks, layer_ids, final=config.model.objective.needs_final)
     bundle = bundle_of(target)

@@ -7,7 +7,8 @@ LOG_DIR/
   provenance.json                  what ran: every field of the configuration, versions, git state, identity of the cache, starting weights
   metrics.jsonl                    one line each `log_every_n_steps`, one each validation
   checkpoints/step_0000123/        all that resuming needs (checkpoint.py)
-  export/                          the draft as servers load it
+  export/                          the draft as servers load it, as of the last step
+  export_best/                     that of the best checkpoint, where that is not the last one
   training.png                     loss, acceptance and accuracy by slot
   logs/rank0.log                   what each rank said
 """
@@ -16,7 +17,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,18 @@ from pipeline.report.plots import plot_training
 from pipeline.runtime.files import write_json
 from pipeline.runtime.provenance import provenance
 from pipeline.runtime.ranks import Ranks
-from pipeline.train.checkpoint import TrainState, best_first, checkpoints, load_checkpoint, remove_leftovers, take_snapshot
+from pipeline.train.checkpoint import (
+    AVERAGE,
+    DRAFT,
+    TrainState,
+    best_first,
+    checkpoints,
+    load_checkpoint,
+    read_state,
+    read_tensors,
+    remove_leftovers,
+    take_snapshot,
+)
 from pipeline.train.data import TrainingData
 from pipeline.train.feed import Draw, Prefixes
 from pipeline.train.identity import TRAINED_ON
@@ -214,36 +226,57 @@ def _began_with(folder: Path, state: TrainState) -> Any:
 
 
 def finish(training: Training) -> None:
-    """Export in the target's dtype, in which the pair will serve; draw the run. Every rank must call it."""
+    """Export in the target's dtype, in which the pair will serve, the draft as it is now and the best one; draw the run. Every rank must
+    call it."""
     config, state = training.config, training.state
     draft = training.learner.evaluated()
     training.saver.wait()
     if not training.ranks.is_main:
         return
-    folder = training.folder / "export"
-    with to_disk(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        export_draft(served_copy(draft, training.data.dtype), folder)
-        write_json(folder / TRAINED_ON, dict(training.data.states_identity))
+    folder, best_folder = training.folder / "export", training.folder / "export_best"
+    _export(training, draft, folder)
     with to_disk(training.folder / "training.png"):
         plot_training(read_metrics(training.folder), training.folder / "training.png", config.name)
     keep, early = config.exp_manager.checkpoint_callback_params, config.exp_manager.early_stopping
-    best = best_first(training.saver.folder, keep.monitor, keep.better)
+    last, best = checkpoints(training.saver.folder)[-1:], best_first(training.saver.folder, keep.monitor, keep.better)[:1]
+    if best and best[0][0] not in last:
+        _export(training, _draft_in(best[0][0], draft.config), best_folder)
+    else:
+        shutil.rmtree(best_folder, ignore_errors=True)
     if training.stopped_early:
         log.info(
             "stopped early: %s was not better than %.4f in the last %d validation(s), so training ended at step %d of %d",
             *(early.monitor, state.best, state.stale, state.step, training.num_steps),
         )
     log.info(
-        "done: %d steps, %d samples, %d tokens; draft%s exported to %s; final checkpoint %s%s",
+        "done: %d steps, %d samples, %d tokens; draft%s exported to %s%s%s",
         state.step,
         state.samples_seen,
         state.tokens_seen,
         " (its running average)" if training.learner.average is not None else "",
         folder,
-        _name_of_last(checkpoints(training.saver.folder)),
-        f"; best {keep.monitor} {best[0][1]:.4f} at {best[0][0].name}" if best else "",
+        "".join(f"; final checkpoint {path.name}" for path in last),
+        "".join(
+            f"; best {keep.monitor} {value:.4f} at {path.name}" + (f", exported to {best_folder}" if path not in last else "")
+            for path, value in best
+        ),
     )
+
+
+def _export(training: Training, draft: Draft, folder: Path) -> None:
+    with to_disk(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        export_draft(served_copy(draft, training.data.dtype), folder)
+        write_json(folder / TRAINED_ON, dict(training.data.states_identity))
+
+
+def _draft_in(checkpoint: Path, config: DraftConfig) -> Draft:
+    """The draft of a checkpoint as it was validated: the running average where there is one."""
+    stored = read_state(checkpoint)
+    with torch.device("meta"):
+        draft = Draft(config)
+    draft.load_state_dict(read_tensors(checkpoint, AVERAGE if AVERAGE in stored["files"] else DRAFT, stored), assign=True)
+    return draft
 
 
 def served_copy(draft: Draft, dtype: torch.dtype) -> Draft:
@@ -252,7 +285,3 @@ def served_copy(draft: Draft, dtype: torch.dtype) -> Draft:
         copy = Draft(draft.config)
     copy.load_state_dict({name: p.detach().to(dtype, copy=True) for name, p in draft.named_parameters()}, assign=True)
     return copy.requires_grad_(False)
-
-
-def _name_of_last(found: Sequence[Path]) -> str:
-    return found[-1].name if found else "none"

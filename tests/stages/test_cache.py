@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cache.manifest import create_or_compare
 from pipeline.cache.reader import Cache
 from pipeline.config.load import to_yaml
 from stages.cache import main
@@ -36,9 +37,14 @@ def test_exit_codes(cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[st
     (bad / "shards/00002/samples.arrow").unlink()
     data = bad / "shards/00001/hidden.zarr/layer_4/c/0/0"
     data.write_bytes(data.read_bytes()[:-50] + b"x" * 50)
+    still_open = tmp_path / "open"
+    create_or_compare(still_open, caches.manifest())
+    caches.write_target(still_open)
+    caches.write_shard(still_open, 1, caches.small_shards()[1])
     for arguments, code, words in (
         (("verify", cache), 0, "no fault found in sizes"),
         (("verify", cache, "--full"), 0, "no fault found"),
+        (("verify", still_open), 0, "the cache is not complete: 1 of 3 shards are captured"),
         (("verify", bad), 1, "shards/00002/samples.arrow"),
         (("verify", bad, "--full"), 1, "shards/00001/hidden.zarr/layer_4/c/0/0: its bytes were altered"),
         (("verify", tmp_path / "none"), 2, "is not a folder"),

@@ -136,6 +136,23 @@ def test_the_models_own_answers_are_judged_by_the_walk_through_them(
     assert read_state(first)["metrics"][monitor] >= read_state(last)["metrics"][monitor]
 
 
+def test_the_best_checkpoint_is_exported_where_it_is_not_the_last(tmp_path: Path, given: Config) -> None:
+    """At a rate at which it gets worse, the first validation is the best; with the running average, which is what was validated."""
+    optim = {**given.model.optim.model_dump(exclude_unset=True), "lr": 0.5, "sched": {"name": "constant", "warmup_steps": 0}}
+    wanted = _changed(given, tmp_path / "run", model__optim=optim, trainer__max_steps=8, trainer__ema_decay=0.1)
+    keep = {"checkpoint_callback_params": {"monitor": "val_loss"}}
+    wanted = Config.model_validate(
+        {**wanted.model_dump(exclude_unset=True), "exp_manager": {"explicit_log_dir": str(tmp_path / "run"), **keep}}
+    )
+    assert _train(wanted)
+    best, last = checkpoints(tmp_path / "run/checkpoints")
+    assert read_state(best)["metrics"]["val_loss"] < read_state(last)["metrics"]["val_loss"]
+    for folder, checkpoint in (("export_best", best), ("export", last)):
+        exported, kept = load_file(tmp_path / "run" / folder / "model.safetensors"), load_file(checkpoint / "average.safetensors")
+        assert all(torch.equal(exported[name], kept[name]) for name in kept)
+    assert (tmp_path / "run/export_best/trained_on.json").read_bytes() == (tmp_path / "run/export/trained_on.json").read_bytes()
+
+
 def test_a_validation_that_is_not_finite_names_its_samples(tmp_path: Path, given: Config) -> None:
     wanted = _changed(given, tmp_path / "run")
     (tmp_path / "run").mkdir()

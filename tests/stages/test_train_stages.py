@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import load_config, to_yaml
-from pipeline.train.watch import read_metrics
+from pipeline.train.watch import read_metrics, settle_monitors
 from tests.support.launch import REPOSITORY, kill_group, run, start
 from tests.support.tiny import write_chats
 from tests.support.training import config
@@ -66,6 +66,7 @@ def test_train_stop_go_on_and_evaluate(tmp_path: Path, tiny_target: Path) -> Non
     said = (tmp_path / "first.log").read_text()
     assert code == 143, said
     assert "stopped by SIGTERM after step" in said
+    assert "this draft reads the target layers [1, 5], chosen by its depth" in said
     done = run("stages/train_draft.py", str(file))
     assert "going on from" in done.text
     assert {path.name for path in folder.iterdir()} >= {
@@ -78,7 +79,7 @@ def test_train_stop_go_on_and_evaluate(tmp_path: Path, tiny_target: Path) -> Non
     }
     assert [record["step"] for record in read_metrics(folder) if "loss" in record] == list(range(1, 61))
     assert len(list((folder / "tensorboard").rglob("events.*"))) == 2
-    assert load_config("train", str(folder / "config.yaml"), []) == wanted
+    assert load_config("train", str(folder / "config.yaml"), []) == settle_monitors(wanted, own_answers=False)
     run("stages/evaluate.py", str(file))
     result = json.loads((folder / "evaluation.json").read_text())
     assert result["lossless"] is True

@@ -247,6 +247,7 @@ def test_values_that_would_fail_later_or_be_ignored(tmp_path: Path, override: st
 def test_fields_of_two_sections_that_exclude_each_other(tmp_path: Path, overrides: list[str], fault: str) -> None:
     (line,) = faults(write(tmp_path, CAPTURE), overrides)
     assert fault in line
+    assert not line.strip().startswith(":")
 
 
 def test_monitored_metrics_and_folders_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

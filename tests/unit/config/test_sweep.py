@@ -77,3 +77,12 @@ def test_interpolations_follow_the_fields_of_a_trial(tmp_path: Path) -> None:
     """A trial's words are overrides, laid over the file before `${a.b}` is resolved."""
     file = _file(tmp_path, "sweep: {space: {model.optim.lr: {choice: [0.1]}}}")
     assert load_config("train", file, ["model.optim.lr=0.1"]).model.optim.sched.min_lr == 0.1
+
+
+def test_the_values_of_a_field_as_an_override(tmp_path: Path) -> None:
+    file = _file(tmp_path, "sweep: {space: {data.cache: {choice: [a, b]}}}")
+    words = ["sweep.space.model.optim.lr.log_uniform=[0.1,1]", "sweep.sampler=random", "sweep.trials=2", "data.cache=null"]
+    space = load_config("sweep", file, words).sweep.space
+    assert (space["model.optim.lr"].log_uniform, space["data.cache"].choice) == ((0.1, 1.0), ("a", "b"))
+    with pytest.raises(ConfigError, match=r"sweep\.space: model\.optim\.lrr: unknown field"):
+        load_config("sweep", file, ["sweep.space.model.optim.lrr.choice=[0.1]"])
