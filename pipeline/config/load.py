@@ -76,8 +76,10 @@ def _apply(override: str, given: Tree) -> str | None:
     if not equals:
         return f"{override}: an override is written a.b=value"
     parts = name.split(".")
-    if parts[:2] == ["sweep", "space"] and len(parts) > 4:
-        parts[2:-1] = [".".join(parts[2:-1])]  # sweep.space.model.optim.lr.choice: the names of fields are keys there
+    if parts[:2] == ["sweep", "space"] and len(parts) > 3:
+        # The names of fields are keys there: sweep.space.model.optim.lr={choice: …}, or sweep.space.model.optim.lr.choice=….
+        end = len(parts) if unknown_part(parts[2:]) is None else -1
+        parts[2:end] = [".".join(parts[2:end])]
     if fault := unknown_part(parts):
         return fault
     try:

@@ -86,3 +86,5 @@ def test_the_values_of_a_field_as_an_override(tmp_path: Path) -> None:
     assert (space["model.optim.lr"].log_uniform, space["data.cache"].choice) == ((0.1, 1.0), ("a", "b"))
     with pytest.raises(ConfigError, match=r"sweep\.space: model\.optim\.lrr: unknown field"):
         load_config("sweep", file, ["sweep.space.model.optim.lrr.choice=[0.1]"])
+    space = load_config("sweep", file, ["sweep.space.model.optim.lr={choice: [0.1]}", "data.cache=null"]).sweep.space
+    assert space["model.optim.lr"].choice == (0.1,)
