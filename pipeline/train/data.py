@@ -196,15 +196,16 @@ def open_cache(config: Config) -> TrainingData:
         used_token_ids=index.used_token_ids,
         identity={"mode": "offline", "cache": cache.digest(), "max_tokens": int(num_tokens.max())},
         states_identity=cache.manifest.states_identity,
-        own_answers=own_answers(cache.manifest.corpus or {}),
+        own_answers=own_answers(cache.manifest.corpus or {}, index.splits),
         cached=samples,
     )
 
 
-def own_answers(account: Mapping[str, Any]) -> bool | None:
-    """`TrainingData.own_answers` by the account of a corpus (`PreparedCorpus.counts`). One of an earlier version does not say: False."""
-    validation = [sums for name, sums in account.get("by_split", {}).items() if name != TRAIN]
-    return all(sums.get("generated") == sums["samples"] for sums in validation) if validation else None
+def own_answers(account: Mapping[str, Any], splits: Sequence[str]) -> bool | None:
+    """`TrainingData.own_answers` by the account of a corpus (`PreparedCorpus.counts`) that has these `splits`. Where it does not say, as
+    one of an earlier version: False."""
+    validation = [account.get("by_split", {}).get(name, {}) for name in splits if name != TRAIN]
+    return all(sums.get("generated", -1) == sums.get("samples") for sums in validation) if validation else None
 
 
 def special_ids_of(tokenizer: Any) -> dict[str, int | None]:

@@ -91,7 +91,7 @@ def corpus_fields(config: Config, corpus: PreparedCorpus, num_rows: int) -> tupl
         "usable_partial": usable_partial,
         "used_token_ids": used,
         "special_ids": special_ids,
-        "own_answers": own_answers(corpus.counts),
+        "own_answers": own_answers(corpus.counts, sorted(set(splits))),
     }
 
 
