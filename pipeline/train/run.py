@@ -186,7 +186,7 @@ def start_training(config: Config, ranks: Ranks, data: TrainingData, order: Orde
 
 def _tell_other_rates(config: Config, state: TrainState, num_steps: int) -> None:
     """Warn when the last step would have had another learning rate: training goes on, and is no longer one run without a break."""
-    now = learning_rate(config.model.optim, state.step - 1, num_steps) if state.step else None
+    now = learning_rate(config.model.optim, state.step - 1, num_steps) if 0 < state.step < num_steps else None
     if state.rate is not None and now is not None and not math.isclose(state.rate, now):
         log.warning(
             "step %d was made at learning rate %.3e, and would be at %.3e now: model.optim, or the length of %d steps, is not what this "

@@ -179,6 +179,10 @@ def test_a_longer_run_tells_that_its_rates_are_others(
         assert _train(_changed(given, tmp_path / "run", model__optim=optim, trainer__max_steps=steps, trainer__val_check_interval=9))
     assert ("step 2 was made at learning rate 1.000e-03, and would be at 1.707e-03 now" in caplog.text) is told
     assert ("was made at learning rate" in caplog.text) is told
+    caplog.clear()
+    assert _train(_changed(given, tmp_path / "run", model__optim=optim, trainer__max_steps=3, trainer__val_check_interval=9))
+    assert "beyond the end asked for" in caplog.text
+    assert "was made at learning rate" not in caplog.text  # no step is made at another one
 
 
 def test_another_monitor_forgets_what_the_one_before_judged(tmp_path: Path, given: Config) -> None:
