@@ -61,14 +61,15 @@ def _output_multiplier(target: Target, head: torch.Tensor) -> float:
     named = [config.get(name) for name in ("logits_scaling", "logit_scale", "lm_head_multiplier")]
     known = [1.0, *(factor for name in named if name for factor in (float(name), 1.0 / float(name)))]
 
+    unmasked = ~(logits <= -1e4)  # some targets mask rows of the head that no token has; what is not a number is none of those
+
     def error(factor: float) -> float:
         expected = plain * factor
         expected = cap * torch.tanh(expected / cap) if cap else expected
-        # Some targets mask rows of the head that no token has.
-        return float(torch.where(logits > -1e4, (logits - expected).abs(), 0.0).max())
+        return float(torch.where(unmasked, (logits - expected).abs(), 0.0).max())
 
     factor = min(known, key=error)
-    if error(factor) > 2e-2 * float(logits[logits > -1e4].abs().max()):
+    if not error(factor) <= 2e-2 * float(torch.where(unmasked, logits.abs(), 0.0).max()):
         raise TargetError(
             f"the logits of the target ({type(target.model).__name__}) are not a multiple of its final norm's output times its head"
             f"{f', capped at {cap}' if cap else ''} (the nearest factor known is {factor:.6g}), so a draft cannot decode with its head."

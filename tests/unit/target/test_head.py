@@ -116,7 +116,8 @@ def test_logits_of_another_make_are_refused(dtype: str, target: Target, load: Lo
     target = load(tiny_target, (1,), dtype=dtype)
     head = target.model.get_output_embeddings()
     assert bundle_of(target).output_multiplier == 1.0
-    handle = head.register_forward_hook(lambda module, args, output: output * 1.25)
-    with pytest.raises(TargetError, match="are not a multiple of its final norm's output"):
-        bundle_of(target)
-    handle.remove()
+    for factor in (1.25, float("nan")):
+        handle = head.register_forward_hook(lambda module, args, output, factor=factor: output * factor)
+        with pytest.raises(TargetError, match="are not a multiple of its final norm's output"):
+            bundle_of(target)
+        handle.remove()
