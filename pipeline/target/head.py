@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.errors import TargetError
 from pipeline.records import TargetBundle
-from pipeline.target.load import Target
+from pipeline.target.load import DTYPES, Target
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ def bundle_of(target: Target) -> TargetBundle:
     output = target.model.get_output_embeddings()
     if output is None or getattr(output, "weight", None) is None:
         raise TargetError(f"the target ({type(target.model).__name__}) has no head matrix, so a draft cannot decode with it.")
+    if output.weight.dtype not in DTYPES.values():
+        raise TargetError(f"the target's head is quantised ({output.weight.dtype}); expected one of {', '.join(DTYPES)}, as drafts use it.")
     head = embedding if output.weight is weight else whole(output.weight)
     if getattr(output, "bias", None) is not None:
         raise TargetError("the target's head has a bias, which a DFlash draft cannot apply.")

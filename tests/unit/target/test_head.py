@@ -9,7 +9,7 @@ from pipeline.errors import TargetError
 from pipeline.target.head import bundle_of
 from pipeline.target.load import Target
 from tests.support.tiny import TinyShape, write_target
-from tests.unit.target.test_load import SIZES
+from tests.unit.target.test_load import SIZES, _gemma3_wrapper, _hybrid, _moe, _qwen_vl
 
 Load = Callable[..., Target]
 
@@ -92,6 +92,14 @@ def test_scaled_targets(build: Callable[[], Any], dtype: str, load: Load, tmp_pa
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("build", [_gemma3_wrapper, _qwen_vl, _moe, _hybrid])
+def test_wrappers_without_their_towers_and_cut_stacks_give_logits(build: Callable[[], Any], load: Load, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    build().save_pretrained(tmp_path / "target")
+    for dtype in ("float32", "bfloat16"):
+        assert bundle_of(load(tmp_path / "target", (1,), dtype=dtype)).output_multiplier == 1.0
+
+
 def test_layer_norm_targets_keep_their_multiplier(load: Load, tmp_path: Path) -> None:
     _cohere().save_pretrained(tmp_path / "target")
     assert bundle_of(load(tmp_path / "target", (1,))).output_multiplier == 0.25
@@ -121,3 +129,6 @@ def test_logits_of_another_make_are_refused(dtype: str, target: Target, load: Lo
         with pytest.raises(TargetError, match="are not a multiple of its final norm's output"):
             bundle_of(target)
         handle.remove()
+    head.weight.data = head.weight.data.to(torch.float8_e4m3fn)
+    with pytest.raises(TargetError, match=r"head is quantised \(torch\.float8_e4m3fn\)"):
+        bundle_of(target)
