@@ -173,7 +173,8 @@ def _tells_of(name: str, variant: Variant, values: Mapping[str, Any], dflash: Ma
         or (variant.projector_type is not None and dflash.get("projector_type") == variant.projector_type)
         # Either sign will do: the reference's own export says is_causal false of every draft.
         or (variant.causal and bool(values.get("is_causal") or dflash.get("causal")))
-        or not dflash.keys().isdisjoint(VARIANT_FIELDS.get(name, ()))
+        # A field that is null, false or 0 says that it is not used.
+        or any(dflash.get(field) for field in VARIANT_FIELDS.get(name, ()))
     )
 
 

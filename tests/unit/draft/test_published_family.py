@@ -101,7 +101,10 @@ def test_a_published_config_with_all_that_others_write_besides() -> None:
         "tie_word_embeddings": True,
         "max_window_layers": 36,
     }
-    assert from_json({**to_json(small_config()), **others}) == small_config()
+    values = to_json(small_config())
+    assert from_json({**values, **others}) == small_config()
+    unused = {"shift_label": False, "pure_draft_prefix_len": 0, "selector_rank": None, "projector_type": None}
+    assert from_json({**values, "dflash_config": {**values["dflash_config"], **unused}}) == small_config()
 
 
 def test_layer_types_that_a_config_leaves_out_are_those_of_transformers() -> None:
