@@ -24,7 +24,7 @@ CAPTURE_CONFIG, TRAIN_CONFIG = "configs/capture/quickstart.yaml", "configs/train
 RATES = ("served_acceptance_length", "tokens_per_second_plain", "tokens_per_second_served")
 UNSEEN_EVERY = 18
 """Each eighteenth prompt is kept for evaluation; the kinds of prompts lie together in the file, so each kind is in both parts."""
-THREADS = min(8, len(os.sched_getaffinity(0)))
+THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 """Of which accelerate gives one unless asked; a model this small has no work for many."""
 UNTRAINED_PROMPTS = 2
 """An untrained draft decodes one token a step, slower than the target alone: a few prompts show it."""

@@ -61,6 +61,8 @@ def _output_multiplier(target: Target, head: torch.Tensor) -> float:
     plain = (whole(seen[-1])[0].to(head.dtype) @ head.T).float()
     cap, config = target.config.get("final_logit_softcapping"), target.config
     named = [config.get(name) for name in ("logits_scaling", "logit_scale", "lm_head_multiplier")]
+    if base := config.get("dim_model_base"):  # MiniCPM, of which the final state is divided
+        named.append(base / target.hidden_size)
     known = [1.0, *(factor for name in named if name for factor in (float(name), 1.0 / float(name)))]
 
     unmasked = ~(logits <= -1e4)  # some targets mask rows of the head that no token has; what is not a number is none of those
