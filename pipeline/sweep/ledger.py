@@ -20,12 +20,14 @@ not in the ledger: it holds the lock of the trial's folder.
 import json
 import logging
 import secrets
+import warnings
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler
 from optuna.storages import RDBStorage
 from optuna.study import Study
@@ -233,7 +235,9 @@ def _sampler(name: str, seed: int) -> BaseSampler:
     if name == "tpe":
         return samplers.TPESampler(seed=seed, constant_liar=True)  # trials that run side by side keep apart
     if name == "qmc":
-        return samplers.QMCSampler(seed=seed, warn_independent_sampling=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)  # of its interface, which this line alone uses
+            return samplers.QMCSampler(seed=seed, warn_independent_sampling=False)
     if name == "cmaes":
         return samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
     if name == "gp":
