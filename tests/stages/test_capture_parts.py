@@ -101,7 +101,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_one_error(job: Path, tmp_pat
     ]
     try:
         # Rank 1 has all its work before it when one of the two dies, however quick or busy the machine; rank 0 waits for it at the end.
-        while not list(cache.glob(".launch/*/alive-1")):
+        while not list(cache.glob(".launch/*/plan.json")):
             assert processes[1].poll() is None, logs[1].read_text()
             time.sleep(0.005)
         os.kill(processes[1].pid, signal.SIGSTOP)

@@ -168,7 +168,9 @@ def test_processes_share_a_sweep(write: Callable[..., Path], tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sampler", "pruner"), [("random", "median"), ("tpe", "successive_halving"), ("qmc", "none"), ("cmaes", "none"), ("gp", "none")])
+@pytest.mark.parametrize(
+    ("sampler", "pruner"), [("random", "median"), ("tpe", "successive_halving"), ("qmc", "none"), ("cmaes", "none"), ("gp", "none")]
+)
 def test_samplers_and_pruners(write: Callable[..., Path], tmp_path: Path, sampler: str, pruner: str) -> None:
     """With a journal file as the ledger. Settings are paired by seed; more trials than before continue the sweep."""
     space = {"model.optim.lr": {"log_uniform": [1e-5, 1e-2]}, "model.draft.num_hidden_layers": {"integers": [1, 2]}}
