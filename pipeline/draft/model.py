@@ -5,7 +5,7 @@ and what is computed are in view. Letters: R rows, S tokens, N blocks, B slots, 
 channels of a head's keys and values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -120,6 +120,14 @@ def new_in_variant(config: DraftConfig) -> set[str]:
     with torch.device("meta"):
         ours, plain = (Draft(replace(config, variant=variant)) for variant in (config.variant, "dflash"))
     return set(ours.state_dict()) - set(plain.state_dict())
+
+
+def draft_with(config: DraftConfig, weights: Mapping[str, torch.Tensor]) -> Draft:
+    """A draft whose parameters are `weights`, in their memory and dtype, and take no gradient."""
+    with torch.device("meta"):
+        draft = Draft(config)
+    draft.load_state_dict(weights, assign=True)
+    return draft.requires_grad_(False)
 
 
 def last_context_row(batch: DraftBatch) -> int:

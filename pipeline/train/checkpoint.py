@@ -175,6 +175,14 @@ def read_tensors(path: Path, name: str, stored: Mapping[str, Any]) -> dict[str, 
         raise CheckpointError(f"{file} cannot be read ({error}). {_instead(path)}") from error
 
 
+def read_validated(path: Path) -> tuple[str, str, dict[str, torch.Tensor]]:
+    """Of the weights that the checkpoint at `path` was validated with, the running average where there is one: their file, its checksum,
+    and the tensors by name."""
+    stored = read_state(path)
+    name = AVERAGE if AVERAGE in stored["files"] else DRAFT
+    return name, stored["files"][name], read_tensors(path, name, stored)
+
+
 def best_first(folder: Path, monitor: str, mode: Literal["max", "min"]) -> list[tuple[Path, float]]:
     """Checkpoints that have a value of the metric `monitor`, best first; of equal ones the older."""
     scored = [(path, read_state(path)["metrics"].get(monitor)) for path in checkpoints(folder)]

@@ -28,7 +28,7 @@ from pipeline.draft.model import Draft, new_in_variant
 from pipeline.draft.published import from_json
 from pipeline.errors import CheckpointError, DraftError
 from pipeline.runtime.files import file_digest
-from pipeline.train.checkpoint import AVERAGE, DRAFT, read_state, read_tensors
+from pipeline.train.checkpoint import read_validated
 
 log = logging.getLogger(__name__)
 
@@ -132,14 +132,12 @@ def _safetensors(kind: str, files: set[Path]) -> Weights:
 
 
 def _own_checkpoint(path: Path) -> Weights:
-    stored = read_state(path)
-    file = AVERAGE if AVERAGE in stored["files"] else DRAFT
-    tensors = read_tensors(path, file, stored)
+    file, checksum, tensors = read_validated(path)
     return Weights(
         f"checkpoint of ours, {file}",
         {name: list(t.shape) for name, t in tensors.items()},
         lambda names: tensors,
-        {file: stored["files"][file]},
+        {file: checksum},
     )
 
 

@@ -30,7 +30,7 @@ from pipeline.config.training import TrainerSection
 from pipeline.draft.attention import Attend
 from pipeline.draft.loss import layout_of
 from pipeline.draft.metrics import Layout
-from pipeline.draft.model import Draft
+from pipeline.draft.model import Draft, draft_with
 from pipeline.draft.qwen3 import Rotation
 from pipeline.errors import ConfigError, LaunchError
 from pipeline.records import TargetBundle
@@ -86,10 +86,7 @@ class Learner:
         if self.average is None and not self.is_divided:
             return self.draft
         weights = self.average or dict(self.draft.named_parameters())
-        with torch.device("meta"):
-            copy = Draft(self.draft.config)
-        copy.load_state_dict({name: whole(value.detach()) for name, value in weights.items()}, assign=True)
-        return copy.requires_grad_(False)
+        return draft_with(self.draft.config, {name: whole(value.detach()) for name, value in weights.items()})
 
 
 def build_learner(config: Config, draft: Draft, bundle: TargetBundle, accelerator: Accelerator, ranks: Ranks) -> Learner:

@@ -30,7 +30,7 @@ from pipeline.config.schema import Config
 from pipeline.draft.anchors import draw_anchors, draw_prefixes, usable_anchors
 from pipeline.draft.batch import BatchShape
 from pipeline.draft.export import export_draft
-from pipeline.draft.model import Draft, DraftConfig
+from pipeline.draft.model import Draft, DraftConfig, draft_with
 from pipeline.errors import CheckpointError
 from pipeline.records import TokenSample
 from pipeline.report.plots import plot_training
@@ -38,14 +38,11 @@ from pipeline.runtime.files import write_json
 from pipeline.runtime.provenance import provenance
 from pipeline.runtime.ranks import Ranks
 from pipeline.train.checkpoint import (
-    AVERAGE,
-    DRAFT,
     TrainState,
     best_first,
     checkpoints,
     load_checkpoint,
-    read_state,
-    read_tensors,
+    read_validated,
     remove_leftovers,
     take_snapshot,
 )
@@ -240,7 +237,7 @@ def finish(training: Training) -> None:
     keep, early = config.exp_manager.checkpoint_callback_params, config.exp_manager.early_stopping
     last, best = checkpoints(training.saver.folder)[-1:], best_first(training.saver.folder, keep.monitor, keep.better)[:1]
     if best and best[0][0] not in last:
-        _export(training, _draft_in(best[0][0], draft.config), best_folder)
+        _export(training, draft_with(draft.config, read_validated(best[0][0])[2]), best_folder)
     else:
         shutil.rmtree(best_folder, ignore_errors=True)
     if training.stopped_early:
@@ -270,18 +267,6 @@ def _export(training: Training, draft: Draft, folder: Path) -> None:
         write_json(folder / TRAINED_ON, dict(training.data.states_identity))
 
 
-def _draft_in(checkpoint: Path, config: DraftConfig) -> Draft:
-    """The draft of a checkpoint as it was validated: the running average where there is one."""
-    stored = read_state(checkpoint)
-    with torch.device("meta"):
-        draft = Draft(config)
-    draft.load_state_dict(read_tensors(checkpoint, AVERAGE if AVERAGE in stored["files"] else DRAFT, stored), assign=True)
-    return draft
-
-
 def served_copy(draft: Draft, dtype: torch.dtype) -> Draft:
     """A copy of `draft` in `dtype`, without what training wrapped around its layers."""
-    with torch.device("meta"):
-        copy = Draft(draft.config)
-    copy.load_state_dict({name: p.detach().to(dtype, copy=True) for name, p in draft.named_parameters()}, assign=True)
-    return copy.requires_grad_(False)
+    return draft_with(draft.config, {name: p.detach().to(dtype, copy=True) for name, p in draft.named_parameters()})
