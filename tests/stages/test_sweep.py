@@ -14,20 +14,17 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from pipeline.capture.run import capture
-from pipeline.config.load import load_config
 from pipeline.errors import CacheMismatchError, ConfigError
 from pipeline.runtime.ranks import start_ranks
-from pipeline.sweep.ledger import COMPLETE, FAIL, PRUNED, RUNNING, WAITING, Ledger
+from pipeline.sweep.ledger import COMPLETE, FAIL, PRUNED, RUNNING, WAITING
 from pipeline.train.checkpoint import checkpoints
 from pipeline.train.watch import read_metrics
 from tests.support.launch import REPOSITORY, accelerate_launch, kill_group, start
-from tests.support.sweeps import run_sweep, write_sweep
+from tests.support.sweeps import GRID, RATES, run_sweep, trials_of, write_sweep
 from tests.support.tiny import write_chats
 from tests.support.training import config, repeatable
 
 STAGE = str(REPOSITORY / "stages/sweep.py")
-RATES = {"model.optim.lr": {"choice": [1e-3, 2e-3]}}
-GRID = {**RATES, "model.draft.target_layer_ids": {"choice": [[4], [1, 4]]}}
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +45,6 @@ def write(tmp_path: Path, tiny_target: Path, chats: Path, cache: Path) -> Callab
         return write_sweep(tmp_path / name, tiny_target, chats, cache, section, **changes)
 
     return make
-
-
-def _trials(file: Path) -> list[FrozenTrial]:
-    ledger = Ledger(load_config("sweep", str(file), []))
-    try:
-        return ledger.trials()
-    finally:
-        ledger.close()
 
 
 def _run_of(file: Path, trial: FrozenTrial) -> Path:
@@ -79,12 +68,12 @@ def test_kill_9_and_the_same_command_again(write: Callable[..., Path], tmp_path:
         _wait(lambda: any(line["step"] >= 6 for line in read_metrics(second)), process)
     finally:
         kill_group(process)
-    before = _trials(file)
+    before = trials_of(file)
     assert [trial.state for trial in before[:2]] == [COMPLETE, COMPLETE]
     assert all(trial.state in (RUNNING, COMPLETE) for trial in before[2:])  # COMPLETE only where the kill came too late
     finished = {path: path.stat().st_mtime_ns for trial in before[:2] for path in _run_of(file, trial).rglob("*") if path.is_file()}
     run_sweep(file)
-    after, expected = _trials(file), _trials(whole)
+    after, expected = trials_of(file), trials_of(whole)
     assert [trial.state for trial in after] == [COMPLETE] * 4
     assert all(path.stat().st_mtime_ns == at for path, at in finished.items() if path.name != ".lock")
     for trial, other in zip(after, expected, strict=True):
@@ -126,15 +115,15 @@ def test_trials_that_cannot_be_are_recorded_and_the_rest_go_on(write: Callable[.
     }
     file = write({"space": space, "side_by_side": 8}, model__optim__sched={"warmup_steps": 0})
     run_sweep(file)
-    errors = {tuple(t.params[name] for name in space): t.user_attrs.get("error", "") for t in _trials(file)}
-    assert {t.state for t in _trials(file)} == {COMPLETE, FAIL}
+    errors = {tuple(t.params[name] for name in space): t.user_attrs.get("error", "") for t in trials_of(file)}
+    assert {t.state for t in trials_of(file)} == {COMPLETE, FAIL}
     assert errors[(511, 2e-3, 4)] == ""
     assert "not finite" in errors[(511, 1e30, 4)]
     assert all("mask_token_id 1 occurs in the corpus" in errors[(1, rate, 4)] for rate in (2e-3, 1e30))
     assert all("without a usable anchor" in errors[(mask, rate, 90)] for mask in (511, 1) for rate in (2e-3, 1e30))
-    before = [t.datetime_complete for t in _trials(file)]
+    before = [t.datetime_complete for t in trials_of(file)]
     run_sweep(file)
-    assert [t.datetime_complete for t in _trials(file)] == before
+    assert [t.datetime_complete for t in trials_of(file)] == before
 
 
 @pytest.mark.slow
@@ -162,7 +151,7 @@ def test_processes_share_a_sweep(write: Callable[..., Path], tmp_path: Path) -> 
     finally:
         kill_group(other)
     assert launched.ok
-    assert [trial.state for trial in _trials(file)] == [COMPLETE] * 8
+    assert [trial.state for trial in trials_of(file)] == [COMPLETE] * 8
     taken = [json.loads(path.read_text())["trials"] for path in (file.parent / "sweep/groups").iterdir()]
     assert sorted(number for group in taken for number in group) == list(range(8))
 
@@ -184,9 +173,9 @@ def test_samplers_and_pruners(write: Callable[..., Path], tmp_path: Path, sample
     }
     file = write(section, trainer__val_check_interval=2)
     run_sweep(file, "sweep.trials=2")
-    first = {t.number: t.params for t in _trials(file) if t.state != WAITING}
+    first = {t.number: t.params for t in trials_of(file) if t.state != WAITING}
     run_sweep(file)
-    trials = [trial for trial in _trials(file) if trial.state != WAITING]
+    trials = [trial for trial in trials_of(file) if trial.state != WAITING]
     assert {t.number: t.params for t in trials if t.number in first} == first
     assert len(trials) == 4
     assert {t.state for t in trials} <= {COMPLETE, PRUNED}

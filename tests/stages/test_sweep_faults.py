@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from optuna.trial import FrozenTrial
 
 from pipeline.capture.run import capture
 from pipeline.config.load import load_config
@@ -22,14 +21,11 @@ from pipeline.train import evaluate
 from pipeline.train.checkpoint import checkpoints
 from pipeline.train.run import start_training
 from tests.support.launch import REPOSITORY, kill_group, start
-from tests.support.sweeps import run_sweep, write_sweep
+from tests.support.sweeps import GRID, RATES, run_sweep, trials_of, write_sweep
 from tests.support.tiny import write_chats
 from tests.support.training import config, repeatable
 
 pytestmark = pytest.mark.slow
-
-RATES = {"model.optim.lr": {"choice": [1e-3, 2e-3]}}
-GRID = {**RATES, "model.draft.target_layer_ids": {"choice": [[4], [1, 4]]}}
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +48,6 @@ def _begun(file: Path) -> Ledger:
     ledger = Ledger(base)
     ledger.check_folder()
     return ledger
-
-
-def _trials(file: Path) -> list[FrozenTrial]:
-    ledger = Ledger(load_config("sweep", str(file), []))
-    try:
-        return ledger.trials()
-    finally:
-        ledger.close()
 
 
 def test_the_folder_of_another_sweep_is_refused(write: Callable[..., Path]) -> None:
@@ -94,7 +82,7 @@ def test_a_fault_of_the_disk_ends_no_trial(write: Callable[..., Path], name: str
     block(second / name)
     with pytest.raises(DiskError, match="cannot be written"):
         run_sweep(file)
-    assert FAIL not in [trial.state for trial in _trials(file)]
+    assert FAIL not in [trial.state for trial in trials_of(file)]
 
 
 def test_a_damaged_checkpoint_ends_no_trial(write: Callable[..., Path]) -> None:
@@ -110,7 +98,7 @@ def test_a_damaged_checkpoint_ends_no_trial(write: Callable[..., Path]) -> None:
     (newest / "draft.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="is damaged"):
         run_sweep(file)
-    assert [trial.state for trial in _trials(file)] == [RUNNING] * 2
+    assert [trial.state for trial in trials_of(file)] == [RUNNING] * 2
 
 
 def test_a_metric_that_no_validation_gives_is_told_before_anything_is_trained(write: Callable[..., Path]) -> None:
@@ -128,7 +116,7 @@ def test_a_process_whose_trials_failed_does_not_end_those_of_others(write: Calla
     other = Claims(base, ledger, Readings(None), lambda more: load_config("train", str(file), list(more)), cpu, None, 1)
     [theirs] = other.take_group()
     run_sweep(file)
-    assert [trial.state for trial in _trials(file)] == [RUNNING, FAIL]
+    assert [trial.state for trial in trials_of(file)] == [RUNNING, FAIL]
     theirs.lock.__exit__(None, None, None)
     ledger.close()
 
@@ -144,7 +132,7 @@ def test_one_draft_that_cannot_be_validated_fails_alone(write: Callable[..., Pat
     monkeypatch.setattr(evaluate, "score", score)
     file = write({"space": GRID})
     run_sweep(file)
-    trials = _trials(file)
+    trials = trials_of(file)
     assert {(len(t.params["model.draft.target_layer_ids"]), t.state) for t in trials} == {(len("[4]"), COMPLETE), (len("[1, 4]"), FAIL)}
     assert all("no kernel for two layers" in t.user_attrs["error"] for t in trials if t.state == FAIL)
 
@@ -162,4 +150,4 @@ def test_memory_that_lacks_at_the_start_puts_a_trial_back(write: Callable[..., P
     file = write({"space": RATES})
     run_sweep(file)
     assert len(calls) == 3
-    assert [trial.state for trial in _trials(file)] == [COMPLETE] * 2
+    assert [trial.state for trial in trials_of(file)] == [COMPLETE] * 2

@@ -5,12 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from optuna.trial import FrozenTrial
 
 from pipeline.config.load import load_config
 from pipeline.config.schema import Config
 from pipeline.runtime.ranks import start_alone
+from pipeline.sweep.ledger import Ledger
 from pipeline.sweep.run import Launch, sweep
 from tests.support.training import config
+
+RATES = {"model.optim.lr": {"choice": [1e-3, 2e-3]}}
+GRID = {**RATES, "model.draft.target_layer_ids": {"choice": [[4], [1, 4]]}}
 
 
 def write_sweep(folder: Path, target: Path, chats: Path, cache: Path, section: dict[str, Any], **changes: Any) -> Path:
@@ -40,3 +45,12 @@ def run_sweep(file: Path, *words: str) -> Config:
     ranks, rank, processes = start_alone()
     sweep(loaded, Launch(ranks, rank, processes), config_of)
     return loaded
+
+
+def trials_of(file: Path) -> list[FrozenTrial]:
+    """What the ledger of a configuration file's sweep holds."""
+    ledger = Ledger(load_config("sweep", str(file), []))
+    try:
+        return ledger.trials()
+    finally:
+        ledger.close()

@@ -13,7 +13,7 @@ from pipeline.runtime.ranks import start_ranks
 from pipeline.sweep.claim import MOST_AT_ONCE, Claims, Taken
 from pipeline.sweep.ledger import FAIL, RUNNING, WAITING, Ledger, params_of
 from pipeline.sweep.reading import Readings
-from tests.support.sweeps import write_sweep
+from tests.support.sweeps import GRID, write_sweep
 from tests.support.tiny import write_chats
 from tests.support.training import config
 
@@ -44,9 +44,6 @@ def _end(group: list[Taken]) -> None:
     """As when their process is gone."""
     for trial in group:
         trial.lock.__exit__(None, None, None)
-
-
-GRID = {"model.optim.lr": {"choice": [1e-3, 2e-3]}, "model.draft.target_layer_ids": {"choice": [[4], [1, 4]]}}
 
 
 def test_processes_take_different_trials_and_those_of_a_dead_one(claims_of: Callable[..., Claims]) -> None:
