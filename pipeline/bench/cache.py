@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.cache.codec import Bits, Chunk, bits_of, encode_chunk, new_states
+from pipeline.cache.codec import Bits, bits_of, decode_chunk, encode_chunk, new_states, take_rows
 from pipeline.cache.commit import commit_shard, complete
 from pipeline.cache.layout import CHUNK_TOKENS, FINAL, LOSSY, ArraySpec, shards_folder, temporary_folder
-from pipeline.cache.lossy import as_quantised
+from pipeline.cache.lossy import take_quantised
 from pipeline.cache.manifest import Manifest, create_or_compare
 from pipeline.cache.reader import Cache
 from pipeline.cache.recode import Codec, link_target, recoded_manifest
@@ -159,12 +159,12 @@ def _codec_rates(manifest: Manifest, samples: Sequence[CapturedSample]) -> tuple
 
 
 def _unpack(data: bytes, spec: ArraySpec) -> None:
-    chunk = Chunk(data, spec, "bench")
+    chunk = decode_chunk(data, spec, "bench")
     if spec.codec in LOSSY:
-        as_quantised([(chunk.stored_rows(0, 1)[0], chunk.stored_rows(1, spec.stored_rows))], 0, spec)
+        take_quantised([chunk], 0, CHUNK_TOKENS, spec)
     else:
         bits: Bits = new_states(CHUNK_TOKENS, spec)[1]
-        chunk.take_rows(0, bits)
+        take_rows(chunk, spec, 0, bits)
 
 
 def states_of(sample: CapturedSample) -> dict[str, torch.Tensor]:

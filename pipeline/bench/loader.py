@@ -18,9 +18,9 @@ import torch
 
 from pipeline.bench.cache import save_each, take_samples, write_copy
 from pipeline.bench.timing import CLOCKS, Clock, in_turns, rate
-from pipeline.cache.codec import Bits, Chunk, new_states
-from pipeline.cache.layout import ArraySpec, array_data, shard_folder
-from pipeline.cache.openfiles import ArrayFile, spans_of
+from pipeline.cache.codec import Bits, decode_chunk, new_states, take_rows
+from pipeline.cache.layout import CHUNK_TOKENS, ArraySpec, array_data, shard_folder
+from pipeline.cache.openfiles import ArrayFile
 from pipeline.cache.reader import Cache
 from pipeline.cache.recode import recoded_manifest
 from pipeline.errors import BenchError
@@ -124,7 +124,7 @@ def _unpackings(cache: Cache) -> Callable[[int], None]:
 
     def unpack(number: int) -> None:
         for stored, spec, first, out in work[number]:
-            Chunk(stored, spec, "bench").take_rows(first, out)
+            take_rows(decode_chunk(stored, spec, "bench"), spec, first, out)
 
     return unpack
 
@@ -137,8 +137,12 @@ def _touched(cache: Cache, number: int) -> Iterator[tuple[bytes, ArraySpec, int,
         spec = manifest.spec(array)
         file = _file(cache, shard, array)
         out: Bits = new_states(tokens, spec)[1]
-        for chunk, first, rows in spans_of(start, tokens):
-            yield bytes(file.stored(chunk)), spec, first, out[rows]
+        row = 0
+        while row < tokens:
+            chunk, first = divmod(start + row, CHUNK_TOKENS)
+            count = min(CHUNK_TOKENS - first, tokens - row)
+            yield file.stored(chunk), spec, first, out[row : row + count]
+            row += count
 
 
 def _file(cache: Cache, shard: int, array: str) -> ArrayFile:

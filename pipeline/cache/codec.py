@@ -2,9 +2,9 @@
 
 Stock Zarr codecs, run by us: zarr-python's own pipeline reaches a quarter of the speed. A chunk is its little-endian bytes;
 `lossless` first gathers the first byte of every value, then the second, … (the planes: sign and exponent of neighbouring
-values are alike, mantissas are noise) and packs them with zstd (frames.py); `int8` and `int4` round (lossy.py) and pack the
-codes so. A crc32c ends every chunk. numpy, zstandard and Arrow release the interpreter lock in all of this; numcodecs' own
-shuffle does not, which is why it is not used (measured: 0.98× on two threads).
+values are alike, mantissas are noise) and packs them with zstd level 1; `int8` and `int4` round (lossy.py) and pack the codes
+with zstd level 1. A crc32c ends every chunk. numpy and Arrow release the
+interpreter lock in all of this; numcodecs' own shuffle does not, which is why it is not used (measured: 0.98× on two threads).
 """
 
 import struct
@@ -12,11 +12,11 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from pipeline.cache.frames import Packed, pack, wrong_size
-from pipeline.cache.layout import CHUNK_TOKENS, DTYPES, ArraySpec
+from pipeline.cache.layout import DTYPES, ArraySpec
 from pipeline.cache.lossy import quantise
 from pipeline.errors import CacheCorruptError
 
@@ -48,52 +48,54 @@ def encode_chunk(rows: Bits, spec: ArraySpec) -> bytes:
     if spec.codec == "raw":
         payload = rows.astype(rows.dtype.newbyteorder("<"), copy=False).tobytes()
         return payload + _crc(payload)
-    # Rounded codes in one frame, which TensorStore wants; planes it cannot read in any case.
-    payload = pack(quantise(rows, spec).reshape(1, -1), spec.stored_bytes) if spec.lossy else pack(_split(rows))
+    plain: Any = quantise(rows, spec) if spec.lossy else _split(rows)  # the stubs do not know that Arrow takes any buffer
+    # As bytes: the memoryview of a buffer that Arrow has packed keeps the length that it had before.
+    payload = pa.Codec("zstd", compression_level=1).compress(plain, asbytes=True)
     return payload + _crc(payload)
 
 
-class Chunk:
-    """A stored chunk whose checksum has been compared. What is taken of it is unpacked then, and little else."""
+def decode_chunk(stored: bytes, spec: ArraySpec, where: str) -> NDArray[np.uint8]:
+    """The bytes of a chunk, still in planes when the codec splits them, still quantised when it is lossy; `take_rows` puts planes
+    together, `lossy.take_quantised` takes codes and scales apart.
 
-    def __init__(self, stored: bytes | memoryview, spec: ArraySpec, where: str) -> None:
-        """Raises `CacheCorruptError` when the crc32c or the size is wrong; `where` names file and chunk."""
-        self.spec = spec
-        self._payload = np.frombuffer(stored, np.uint8, max(0, len(stored) - CRC_BYTES))
-        if _crc(self._payload) != stored[len(self._payload) :]:
-            raise CacheCorruptError(f"{where}: the checksum is wrong, its bytes were altered. Capture the shard again.")
-        self._packed = None if spec.codec == "raw" else Packed(self._payload.data, spec.stored_bytes, where)
-        if self._packed is None and self._payload.size != spec.stored_bytes:
-            raise wrong_size(self._payload.size, spec.stored_bytes, where)
+    Raises `CacheCorruptError` when the crc32c or the size is wrong; `where` names file and chunk.
+    """
+    payload = np.frombuffer(stored, np.uint8, max(0, len(stored) - CRC_BYTES))
+    if _crc(payload) != stored[len(payload) :]:
+        raise CacheCorruptError(f"{where}: the checksum is wrong, its bytes were altered. Capture the shard again.")
+    if spec.codec != "raw":
+        packed: Any = payload
+        try:
+            unpacked = pa.Codec("zstd", compression_level=1).decompress(packed, decompressed_size=spec.stored_bytes, asbytes=True)
+        except OSError as error:
+            raise CacheCorruptError(f"{where}: cannot be unpacked ({error}). Capture the shard again.") from error
+        payload = np.frombuffer(unpacked, np.uint8)
+    if payload.size != spec.stored_bytes:
+        raise CacheCorruptError(f"{where}: {payload.size} bytes unpacked, expected {spec.stored_bytes}. Capture the shard again.")
+    return payload
 
-    def take_rows(self, start: int, out: Bits) -> None:
-        """Copy rows start.. into all of `out` [n, width]. Raises `CacheCorruptError` when they cannot be unpacked."""
-        flat, begin, end = out.reshape(-1), start * self.spec.width, (start + len(out)) * self.spec.width
-        if self._packed is None:
-            flat[:] = self._payload.view(flat.dtype.newbyteorder("<"))[begin:end]
-            return
-        values = CHUNK_TOKENS * self.spec.width
-        planes = [self._packed.part(k * values + begin, k * values + end) for k in range(self.spec.item_bytes)]
-        flat[:] = planes[-1]
-        for plane in planes[-2::-1]:
-            flat <<= 8
-            flat |= plane
 
-    def stored_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Rows start..stop as the Zarr array of a lossy codec has them, [n, stored_width]."""
-        assert self._packed is not None
-        width = self.spec.stored_width
-        return self._packed.part(start * width, stop * width).reshape(-1, width)
+def take_rows(chunk: NDArray[np.uint8], spec: ArraySpec, start: int, out: Bits) -> None:
+    """Copy rows start.. of a decoded chunk into all of `out` [n, width]."""
+    flat, begin, end = out.reshape(-1), start * spec.width, (start + len(out)) * spec.width
+    if spec.codec != "lossless":
+        flat[:] = chunk.view(flat.dtype.newbyteorder("<"))[begin:end]
+        return
+    planes = chunk.reshape(spec.item_bytes, -1)[:, begin:end]
+    flat[:] = planes[-1]
+    for plane in planes[-2::-1]:
+        flat <<= 8
+        flat |= plane
 
 
 def _split(rows: Bits) -> NDArray[np.uint8]:
-    """Byte planes of `rows`, lowest first, [n, values]: what Zarr's shuffle does to little-endian values."""
+    """Byte planes, lowest first, of `rows`, one after the other: what Zarr's shuffle does to little-endian values."""
     flat = rows.reshape(-1)
     planes = np.empty((rows.itemsize, flat.size), np.uint8)
     np.copyto(planes[0], flat, casting="unsafe")
     for k in range(1, rows.itemsize):
         np.right_shift(flat, 8 * k, out=planes[k], casting="unsafe")
-    return planes
+    return planes.reshape(-1)
 
 
 def _crc(data: Any) -> bytes:

@@ -9,7 +9,7 @@ exactly. What is left is rounded to multiples of a scale, one for each token and
 With coarseness 0 (`int8`) the codes use the whole range of a byte. With 0.24 (`int4`) they are small, and zstd, which packs them
 in any case, is left with four bits a value: of all distributions with that root mean square the Gaussian has the most
 entropy, log2(√(2πe) / 0.24) = 4.1 bits. A value that stands out gets a large code instead of making its group coarse, and
-none is cut off. What is less than 2^-126, where bfloat16's normal numbers begin, of its channel's 2^exponent may become zero.
+none is cut off.
 
 A chunk is bytes [1 + 512, H + 2·G]. Row 0: the exponents, int8 [H], then zeros. Row 1 + t, of token t: codes int8 [H], then
 scales, bfloat16 [G], little-endian.
@@ -56,19 +56,28 @@ def quantise(rows: NDArray[np.uint16] | NDArray[np.uint32], spec: ArraySpec) -> 
     return stored
 
 
-def as_quantised(parts: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]], first: int, spec: ArraySpec) -> Quantised:
-    """Neighbouring tokens, from row `first` of the first chunk on: of each chunk that has some, its row of exponents and their rows."""
+def take_quantised(chunks: list[NDArray[np.uint8]], first: int, num_tokens: int, spec: ArraySpec) -> Quantised:
+    """`num_tokens` tokens from `first` on, counted from the beginning of the first of the decoded `chunks`, which hold them all."""
     assert spec.lossy is not None
     width = spec.width
-    rows = np.concatenate([tokens for _, tokens in parts])
-    codes, scales = np.ascontiguousarray(rows[:, :width]), np.ascontiguousarray(rows[:, width:])
-    exponents = np.stack([head[:width] for head, _ in parts])
+    codes = np.empty((num_tokens, width), np.uint8)
+    scales = np.empty((num_tokens, 2 * spec.num_groups), np.uint8)
+    exponents = np.empty((len(chunks), width), np.uint8)
+    done = 0
+    for place, chunk in enumerate(chunks):
+        rows = chunk.reshape(spec.stored_rows, spec.stored_width)
+        start = 1 + (first if place == 0 else 0)
+        part = rows[start : start + num_tokens - done]
+        codes[done : done + len(part)] = part[:, :width]
+        scales[done : done + len(part)] = part[:, width:]
+        exponents[place] = rows[0, :width]
+        done += len(part)
     scale_bits = scales.view("<u2").astype(np.int16)
     return Quantised(
         codes=torch.from_numpy(codes.view(np.int8)),
         scales=torch.from_numpy(scale_bits).view(torch.bfloat16),
         exponents=torch.from_numpy(exponents.view(np.int8)),
-        chunk=torch.from_numpy((first + np.arange(len(rows))) // CHUNK_TOKENS),
+        chunk=torch.from_numpy((first + np.arange(num_tokens)) // CHUNK_TOKENS),
         group=spec.lossy.group,
         dtype=DTYPES[spec.dtype].torch_dtype,
     )

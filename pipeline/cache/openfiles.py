@@ -8,10 +8,13 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.cache.codec import Bits, Chunk, index_bytes, unpack_index
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.cache.codec import Bits, decode_chunk, index_bytes, take_rows, unpack_index
 from pipeline.cache.index import Index
 from pipeline.cache.layout import (
     CHUNK_TOKENS,
@@ -26,7 +29,7 @@ from pipeline.cache.layout import (
     num_chunks,
     shard_folder,
 )
-from pipeline.cache.lossy import as_quantised
+from pipeline.cache.lossy import take_quantised
 from pipeline.cache.manifest import Manifest
 from pipeline.cache.samples import ShardSamples
 from pipeline.errors import CacheCorruptError
@@ -49,6 +52,7 @@ class OpenFiles:
         self._arrays: OrderedDict[tuple[int, str], ArrayFile] = OrderedDict()
         self._samples: dict[int, ShardSamples] = {}
         self._compared: set[tuple[int, str]] = set()
+        self._last = _LastChunk()
         self.bytes_read = 0  # of packed chunks
         self._process = os.getpid()  # last: a forked child's other threads must not take the parent's lock for theirs
 
@@ -71,17 +75,19 @@ class OpenFiles:
     def read_rows(self, shard: int, array: str, start: int, out: Bits) -> None:
         """Fill `out` [n, width] with rows start.. of an array."""
         file = self._array(shard, array)
-        for chunk, first, rows in spans_of(start, len(out)):
-            file.chunk(chunk).take_rows(first, out[rows])
+        row = 0
+        while row < len(out):
+            chunk, first = divmod(start + row, CHUNK_TOKENS)
+            count = min(CHUNK_TOKENS - first, len(out) - row)
+            take_rows(self._last.of(file, chunk), file.spec, first, out[row : row + count])
+            row += count
 
     def read_quantised(self, shard: int, array: str, start: int, num_tokens: int) -> Quantised:
         """Tokens start.. of an array with a lossy codec."""
         file = self._array(shard, array)
-        parts = []
-        for number, first, rows in spans_of(start, num_tokens):
-            chunk = file.chunk(number)
-            parts.append((chunk.stored_rows(0, 1)[0], chunk.stored_rows(1 + first, 1 + first + rows.stop - rows.start)))
-        return as_quantised(parts, start % CHUNK_TOKENS, file.spec)
+        begin, end = start // CHUNK_TOKENS, num_chunks(start + num_tokens)
+        chunks = [self._last.of(file, chunk) for chunk in range(begin, end)]
+        return take_quantised(chunks, start - begin * CHUNK_TOKENS, num_tokens, file.spec)
 
     def _array(self, shard: int, array: str) -> "ArrayFile":
         if self._process != os.getpid():
@@ -132,7 +138,7 @@ class ArrayFile:
         found, tail = os.fstat(self._descriptor).st_size, index_bytes(num_chunks(num_tokens))
         if found != size or found < tail:
             raise CacheCorruptError(f"{path} has {found} bytes, expected {size}. Restore it from a copy, or capture the shard again.")
-        self._chunks = unpack_index(bytes(self._pread(found - tail, tail)), found, str(path))
+        self._chunks = unpack_index(self._pread(found - tail, tail), found, str(path))
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
@@ -142,9 +148,9 @@ class ArrayFile:
         """Chunks in the file."""
         return len(self._chunks)
 
-    def chunk(self, number: int) -> Chunk:
-        """A chunk, its checksum compared. Take from it what is wanted before this thread reads another."""
-        return Chunk(self.stored(number), self.spec, f"{self.path}, chunk {number}")
+    def decode(self, chunk: int) -> NDArray[np.uint8]:
+        """A chunk's bytes as `take_rows` wants them."""
+        return decode_chunk(self.stored(chunk), self.spec, f"{self.path}, chunk {chunk}")
 
     def announce(self, begin: int, end: int) -> None:
         """Chunks [begin, end) will be read."""
@@ -152,44 +158,35 @@ class ArrayFile:
             first, last = self._chunks[begin], self._chunks[end - 1]
             os.posix_fadvise(self._descriptor, int(first[0]), int(last.sum() - first[0]), os.POSIX_FADV_WILLNEED)
 
-    def stored(self, number: int) -> memoryview:
-        """A chunk as it lies on the disk, until this thread reads another."""
-        offset, size = (int(value) for value in self._chunks[number])
+    def stored(self, chunk: int) -> bytes:
+        """A chunk as it lies on the disk."""
+        offset, size = (int(value) for value in self._chunks[chunk])
         if self._told is not None:
             self._told(size)
         return self._pread(offset, size)
 
-    def _pread(self, offset: int, size: int) -> memoryview:
-        data = _buffer.of(size)
-        done = 0
-        while done < size:
-            count = os.preadv(self._descriptor, [data[done:]], offset + done)
-            if not count:
-                raise CacheCorruptError(f"{self.path} ends after {offset + done} bytes; {offset + size} expected. Capture the shard again.")
-            done += count
+    def _pread(self, offset: int, size: int) -> bytes:
+        data = os.pread(self._descriptor, size, offset)
+        while len(data) < size:
+            more = os.pread(self._descriptor, size - len(data), offset + len(data))
+            if not more:
+                raise CacheCorruptError(
+                    f"{self.path} ends after {offset + len(data)} bytes; {offset + size} expected. Capture the shard again."
+                )
+            data += more
         return data
 
 
-class _Buffer(threading.local):
-    """Where a thread's chunks are read to: memory that is new for every one would cost as much as reading it."""
+class _LastChunk(threading.local):
+    """The chunk that a thread unpacked last of each array: samples read in order then unpack every chunk once."""
 
     def __init__(self) -> None:
-        self._bytes = bytearray()
+        self._chunks: dict[str, tuple[ArrayFile, int, NDArray[np.uint8]]] = {}
 
-    def of(self, size: int) -> memoryview:
-        if len(self._bytes) < size:
-            self._bytes = bytearray(size)
-        return memoryview(self._bytes)[:size]
-
-
-_buffer = _Buffer()
-
-
-def spans_of(start: int, num_tokens: int) -> Iterator[tuple[int, int, slice]]:
-    """Tokens start.. of an array by chunk: its number, its first row of them, and which of them."""
-    row = 0
-    while row < num_tokens:
-        chunk, first = divmod(start + row, CHUNK_TOKENS)
-        count = min(CHUNK_TOKENS - first, num_tokens - row)
-        yield chunk, first, slice(row, row + count)
-        row += count
+    def of(self, file: ArrayFile, chunk: int) -> NDArray[np.uint8]:
+        known = self._chunks.get(file.spec.name)
+        if known is not None and known[0] is file and known[1] == chunk:
+            return known[2]
+        decoded = file.decode(chunk)
+        self._chunks[file.spec.name] = (file, chunk, decoded)
+        return decoded

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cache.codec import Chunk, bits_of, encode_chunk
+from pipeline.cache.codec import bits_of, decode_chunk, encode_chunk
 from pipeline.cache.layout import CHUNK_TOKENS, DTYPES, LOSSY, ArraySpec
-from pipeline.cache.lossy import as_quantised
+from pipeline.cache.lossy import take_quantised
 from pipeline.errors import HiddenStateError
 from pipeline.records import Quantised
 
@@ -40,8 +40,7 @@ def round_trip(states: torch.Tensor, spec: ArraySpec) -> Quantised:
     chunk = torch.zeros(CHUNK_TOKENS, spec.width, dtype=states.dtype)
     chunk[: len(states)] = states
     stored = encode_chunk(bits_of(chunk), spec)
-    packed = Chunk(stored, spec, "here")
-    return as_quantised([(packed.stored_rows(0, 1)[0], packed.stored_rows(1, 1 + len(states)))], 0, spec)
+    return take_quantised([decode_chunk(stored, spec, "here")], 0, len(states), spec)
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,7 +52,6 @@ def round_trip(states: torch.Tensor, spec: ArraySpec) -> Quantised:
     codec=st.sampled_from(sorted(LOSSY)),
     seed=st.integers(0, 99),
 )
-@example(kind="wide", width=1, num_tokens=100, dtype="bfloat16", codec="int4", seed=0)
 def test_error_is_within_half_a_step(kind: str, width: int, num_tokens: int, dtype: str, codec: str, seed: int) -> None:
     largest = torch.finfo(DTYPES[dtype].torch_dtype).max
     states = states_of(kind, width, num_tokens, seed).clamp(-largest, largest).to(DTYPES[dtype].torch_dtype)
@@ -66,7 +64,6 @@ def test_error_is_within_half_a_step(kind: str, width: int, num_tokens: int, dty
     steps = scales.repeat_interleave(group, dim=1)[:, :width] * powers
     rounding = torch.finfo(states.dtype)
     bound = 0.5 * steps * (1 + 1e-5) + rounding.eps * exact.abs() + rounding.smallest_normal
-    bound += torch.finfo(torch.bfloat16).smallest_normal * powers  # a scale has no less
     assert bool(((found.double() - exact).abs() <= bound).all())
     # A step is no larger than its formula says, up to the rounding of a scale to eight bits.
     level = torch.zeros(num_tokens, scales.shape[1] * group, dtype=torch.float64)
