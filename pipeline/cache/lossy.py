@@ -9,7 +9,7 @@ exactly. What is left is rounded to multiples of a scale, one for each token and
 With coarseness 0 (`int8`) the codes use the whole range of a byte. With 0.24 (`int4`) they are small, and zstd, which packs them
 in any case, is left with four bits a value: of all distributions with that root mean square the Gaussian has the most
 entropy, log2(√(2πe) / 0.24) = 4.1 bits. A value that stands out gets a large code instead of making its group coarse, and
-none is cut off.
+none is cut off. What is less than 2^-126, where bfloat16's normal numbers begin, of its channel's 2^exponent may become zero.
 
 A chunk is bytes [1 + 512, H + 2·G]. Row 0: the exponents, int8 [H], then zeros. Row 1 + t, of token t: codes int8 [H], then
 scales, bfloat16 [G], little-endian.
