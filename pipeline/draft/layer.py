@@ -7,13 +7,14 @@ from pipeline.draft.attention import Attend
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.fused import RMSNorm
 from pipeline.draft.kimi import BoundedMLP, LatentAttention
-from pipeline.draft.qwen3 import MLP, Attention, Rotation
+from pipeline.draft.qwen3 import MLP, Attention, JoinedAttention, Rotation
 
 
 class DraftLayer(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         latent = config.latent
+        self.self_attn: Attention | LatentAttention | JoinedAttention
         self.self_attn = Attention(config) if latent is None else LatentAttention(config, latent)
         self.mlp = MLP(config) if latent is None else BoundedMLP(config, latent)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

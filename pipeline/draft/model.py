@@ -18,7 +18,7 @@ from pipeline.draft.fused import RMSNorm
 from pipeline.draft.groups import Place, places, sum_over
 from pipeline.draft.layer import DraftLayer
 from pipeline.draft.matmul import Linear
-from pipeline.draft.qwen3 import rotation
+from pipeline.draft.qwen3 import Attention, JoinedAttention, rotation
 from pipeline.draft.variants import VARIANTS
 from pipeline.errors import DraftError
 from pipeline.records import DraftBatch
@@ -128,6 +128,15 @@ def draft_with(config: DraftConfig, weights: Mapping[str, torch.Tensor]) -> Draf
         draft = Draft(config)
     draft.load_state_dict(weights, assign=True)
     return draft.requires_grad_(False)
+
+
+def joined(draft: Draft) -> Draft:
+    """`draft` to decode with: the same parameters, but for copies of those of its attention that are joined."""
+    served = draft_with(draft.config, draft.state_dict())
+    for layer in served._layers():
+        if isinstance(layer.self_attn, Attention):
+            layer.self_attn = JoinedAttention(layer.self_attn)
+    return served
 
 
 def last_context_row(batch: DraftBatch) -> int:

@@ -8,8 +8,8 @@ from torch import nn
 
 from pipeline.draft.attention import Attend
 from pipeline.draft.config import DraftConfig
-from pipeline.draft.fused import RMSNorm, swiglu
-from pipeline.draft.matmul import Linear
+from pipeline.draft.fused import RMSNorm, rms_norm, swiglu
+from pipeline.draft.matmul import Linear, linear
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -73,3 +73,44 @@ class Attention(nn.Module):
         query = rotate(self.q_norm(query), (cos.unsqueeze(3), sin.unsqueeze(3))).to(value.dtype)
         mixed: torch.Tensor = self.o_proj(attend(query, key, value).transpose(1, 2).flatten(2))
         return mixed
+
+
+class JoinedAttention(nn.Module):
+    """An `Attention` whose projections are one product, and its norms and rotations one, of copies of its weights as they are now.
+
+    For decoding, without gradients: of a block's few rows, to begin an operation takes as long as to do it.
+    """
+
+    def __init__(self, of: Attention) -> None:
+        super().__init__()
+        projections = (of.q_proj, of.k_proj, of.v_proj)
+        self.kv_heads, self.head_dim = of.kv_heads, of.head_dim
+        self.query_heads = of.q_proj.out_features // of.head_dim
+        self.weight = torch.cat([proj.weight.detach() for proj in projections])
+        self.bias = torch.cat([proj.bias.detach() for proj in projections]) if of.q_proj.bias is not None else None
+        norms = (of.q_norm.weight.detach().expand(self.query_heads, -1), of.k_norm.weight.detach().expand(self.kv_heads, -1))
+        self.norm, self.eps, self.o_proj = torch.cat(norms), of.q_norm.eps, of.o_proj
+
+    def keys_values(self, x: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Attention`."""
+        key, value = self._heads(x, by, self.query_heads)
+        return key.transpose(1, 2), value.transpose(1, 2)
+
+    def forward(self, x: torch.Tensor, by: Rotation, attend: Attend) -> torch.Tensor:
+        rotated, value = self._heads(x, by, 0)
+        # Query heads stand KV head by KV head, so viewed as [R, P, Hkv, G, D] each KV head has its own.
+        query = rotated[:, :, : self.query_heads].view(*x.shape[:-1], self.kv_heads, -1, self.head_dim)
+        key = rotated[:, :, self.query_heads :]
+        attended = attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        mixed: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return mixed
+
+    def _heads(self, x: torch.Tensor, by: Rotation, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Heads from the `first` on of rows x [R, P, H]: queries and keys [R, P, heads, D], and values [R, P, Hkv, D]."""
+        start = first * self.head_dim
+        flat = linear(x, self.weight[start:], None if self.bias is None else self.bias[start:])
+        heads = flat.view(*x.shape[:-1], -1, self.head_dim)
+        plain, value = heads[:, :, : -self.kv_heads], heads[:, :, -self.kv_heads :]
+        cos, sin = by
+        rotated = rotate(rms_norm(plain, self.norm[first:], self.eps), (cos.transpose(1, 2), sin.transpose(1, 2)))
+        return rotated.to(value.dtype), value

@@ -13,6 +13,7 @@ from tests.support.drafts import FULL, SLIDING, any_batch, kimi_config, lively_d
 CONFIGS = {
     "plain": small_config(),
     "one window, one full": small_config(layer_types=(SLIDING, FULL), sliding_window=5, block_size=4),
+    "biases": small_config(attention_bias=True),
     "kimi": kimi_config(),
     "causal": small_config(variant="jetspec"),
 }
