@@ -18,6 +18,7 @@ from pipeline.draft.head import head_logits
 from pipeline.draft.matmul import times_transposed
 from pipeline.draft.model import Draft
 from pipeline.draft.serving import Serving
+from pipeline.draft.slots import likeliest
 from pipeline.records import TargetBundle
 from pipeline.report.tables import table
 
@@ -88,7 +89,7 @@ def _drafts(serving: Serving, features: torch.Tensor, block: torch.Tensor, start
 def _choices(hidden: torch.Tensor, bundle: TargetBundle) -> Callable[[], None]:
     def choose() -> None:
         for _ in range(REPEATS):
-            head_logits(hidden, bundle.head, bundle).argmax(dim=-1)
+            likeliest(head_logits(hidden, bundle.head, bundle))
 
     return choose
 

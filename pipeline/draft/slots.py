@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pipeline.config.draft import ObjectiveSection
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.fused import rms_norm
-from pipeline.draft.head import SlotLoss, compute_dtype, cross_entropy, divergence, head_logits
+from pipeline.draft.head import SlotLoss, compute_dtype, cross_entropy, divergence, head_logits, largest
 from pipeline.errors import DraftError
 from pipeline.records import DraftBatch, TargetBundle
 
@@ -59,7 +59,7 @@ Pick = Callable[[torch.Tensor], torch.Tensor]
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
     """The greedy `Pick`."""
-    return logits.argmax(dim=-1)
+    return largest(logits.flatten(0, -2))[1].view(logits.shape[:-1])
 
 
 def embed_blocks(ids: torch.Tensor, bundle: TargetBundle) -> torch.Tensor:
