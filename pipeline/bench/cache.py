@@ -149,7 +149,7 @@ def _codec_rates(manifest: Manifest, samples: Sequence[CapturedSample]) -> tuple
         size += len(chunks) * spec.chunk_bytes
         for turn in range(ROUNDS):
             begin = time.process_time()
-            stored = [encode_chunk(chunk, spec) for chunk in chunks]
+            stored = [encode_chunk(chunk, spec).data for chunk in chunks]
             middle = time.process_time()
             for data in stored:
                 _unpack(data, spec)

@@ -1,7 +1,7 @@
 """How quickly samples come out of a cache at random, as training wants them: `stages/bench.py loader`.
 
 The same samples in the same order, by as many threads as cores are asked for, in turns: from a `lossless` copy of the cache, from a
-`raw` one, from one `torch.save` file a sample, and the codec alone on the chunks that these reads touch, with their bytes in memory.
+`raw` one, from one `torch.save` file a sample, and the codec alone on the frames that these reads touch, with their bytes in memory.
 Then the first three again with the page cache dropped of their files before every round.
 """
 
@@ -18,9 +18,10 @@ import torch
 
 from pipeline.bench.cache import save_each, take_samples, write_copy
 from pipeline.bench.timing import CLOCKS, Clock, in_turns, rate
-from pipeline.cache.codec import Bits, decode_chunk, new_states, take_rows
-from pipeline.cache.layout import CHUNK_TOKENS, ArraySpec, array_data, shard_folder
-from pipeline.cache.openfiles import ArrayFile
+from pipeline.cache.codec import Bits, new_states, unpack_rows
+from pipeline.cache.frames import Run
+from pipeline.cache.layout import ArraySpec, array_data, shard_folder
+from pipeline.cache.openfiles import ArrayFile, spans_of
 from pipeline.cache.reader import Cache
 from pipeline.cache.recode import recoded_manifest
 from pipeline.errors import BenchError
@@ -119,30 +120,26 @@ def drop_page_cache(folder: Path) -> None:
 
 
 def _unpackings(cache: Cache) -> Callable[[int], None]:
-    """The codec on every chunk that a read of a sample touches, and the rows that it wants of them."""
+    """The codec on all that a read of a sample touches."""
     work = [list(_touched(cache, number)) for number in range(len(cache))]
 
-    def unpack(number: int) -> None:
-        for stored, spec, first, out in work[number]:
-            take_rows(decode_chunk(stored, spec, "bench"), spec, first, out)
+    def unpack_sample(number: int) -> None:
+        for packed, spec, first, out in work[number]:
+            unpack_rows(packed, spec, first, out, "bench")
 
-    return unpack
+    return unpack_sample
 
 
-def _touched(cache: Cache, number: int) -> Iterator[tuple[bytes, ArraySpec, int, Bits]]:
-    """Bytes of each chunk of a sample's states, the first row wanted of it, and where its rows go."""
+def _touched(cache: Cache, number: int) -> Iterator[tuple[list[tuple[Run, bytes]], ArraySpec, int, Bits]]:
+    """By chunk, the frames that have rows of a sample's states, the first of these rows, and where they go."""
     index, manifest = cache.index, cache.manifest
     shard, start, tokens = int(index.shard[number]), int(index.token_offset[number]), int(index.num_tokens[number])
     for array in manifest.arrays:
         spec = manifest.spec(array)
         file = _file(cache, shard, array)
         out: Bits = new_states(tokens, spec)[1]
-        row = 0
-        while row < tokens:
-            chunk, first = divmod(start + row, CHUNK_TOKENS)
-            count = min(CHUNK_TOKENS - first, tokens - row)
-            yield file.stored(chunk), spec, first, out[row : row + count]
-            row += count
+        for chunk, first, rows in spans_of(start, tokens):
+            yield file.packed(chunk, first, rows.stop - rows.start), spec, first, out[rows]
 
 
 def _file(cache: Cache, shard: int, array: str) -> ArrayFile:

@@ -3,7 +3,7 @@
     CACHE/manifest.json            identities, layers, dtype, codec, totals            (manifest.py)
     CACHE/target/                  embedding, head, final norm, config, tokenizer      (bundle.py)
     CACHE/shards/00017/samples.arrow                                                   (samples.py)
-    CACHE/shards/00017/hidden.zarr/layer_9/c/0/0      one file an array: chunks, then their index
+    CACHE/shards/00017/hidden.zarr/layer_9/c/0/0      one file an array: chunks, frames, index
     CACHE/shards/00017/committed.json                 a shard without it does not exist
     CACHE/index.arrow              one row a sample, rebuilt from the shards           (index.py)
 
@@ -22,6 +22,9 @@ from pipeline.errors import CacheCorruptError
 FORMAT_VERSION: Final = 1
 CHUNK_TOKENS = 512
 """Rows of one chunk. All chunks of an array are full; the last one is filled up with zero rows, as Zarr wants."""
+
+FRAME_TOKENS, FRAME_BYTES = 64, 1 << 15
+"""The least of a plane that is packed by itself (frames.py). Of less, a sample would unpack less that is not its own; it packs worse."""
 
 MANIFEST = "manifest.json"
 INDEX = "index.arrow"
@@ -103,6 +106,19 @@ class ArraySpec:
     def stored_bytes(self) -> int:
         """Bytes of one chunk as the Zarr array has it, before zstd."""
         return self.stored_rows * self.stored_width * (1 if self.lossy else self.item_bytes)
+
+    @property
+    def frames(self) -> int:
+        """Frames of a chunk, over all planes; 0 with a codec that has none."""
+        return self.item_bytes * CHUNK_TOKENS // self.frame_tokens if self.codec == "lossless" else 0
+
+    @property
+    def frame_tokens(self) -> int:
+        """Tokens of a frame, which divide a chunk."""
+        tokens = FRAME_TOKENS
+        while tokens < CHUNK_TOKENS and tokens * self.width < FRAME_BYTES:
+            tokens *= 2
+        return tokens
 
     def metadata(self, num_tokens: int) -> str:
         """Text of the array's `zarr.json`, a Zarr v3 array [num_tokens, width] whose single shard holds all chunks.

@@ -1,4 +1,4 @@
-"""The files of a cache that a process has open: only the chunks that a read touches, straight into the caller's memory.
+"""The files of a cache that a process has open: only what a read touches, straight into the caller's memory.
 
 Files are opened when first needed, each process for itself. A cache has more array files than a process may hold open, so the
 least recently used are let go; `samples.arrow` files are memory-mapped, cost no descriptor, and stay.
@@ -8,13 +8,14 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.cache.codec import Bits, decode_chunk, index_bytes, take_rows, unpack_index
+from pipeline.cache.codec import Bits, decode_chunk, index_bytes, take_rows, unpack_index, unpack_rows
+from pipeline.cache.frames import FrameTable, Run, table_bytes
 from pipeline.cache.index import Index
 from pipeline.cache.layout import (
     CHUNK_TOKENS,
@@ -53,7 +54,7 @@ class OpenFiles:
         self._samples: dict[int, ShardSamples] = {}
         self._compared: set[tuple[int, str]] = set()
         self._last = _LastChunk()
-        self.bytes_read = 0  # of packed chunks
+        self.bytes_read = 0  # packed
         self._process = os.getpid()  # last: a forked child's other threads must not take the parent's lock for theirs
 
     def samples(self, shard: int) -> ShardSamples:
@@ -70,17 +71,16 @@ class OpenFiles:
 
     def announce(self, shard: int, array: str, start: int, num_tokens: int) -> None:
         """Have the disk begin on what a read of these tokens will want, while others are unpacked."""
-        self._array(shard, array).announce(start // CHUNK_TOKENS, num_chunks(start + num_tokens))
+        self._array(shard, array).announce(start, num_tokens)
 
     def read_rows(self, shard: int, array: str, start: int, out: Bits) -> None:
         """Fill `out` [n, width] with rows start.. of an array."""
         file = self._array(shard, array)
-        row = 0
-        while row < len(out):
-            chunk, first = divmod(start + row, CHUNK_TOKENS)
-            count = min(CHUNK_TOKENS - first, len(out) - row)
-            take_rows(self._last.of(file, chunk), file.spec, first, out[row : row + count])
-            row += count
+        for chunk, first, rows in spans_of(start, len(out)):
+            if file.has_frames:
+                file.unpack_rows(chunk, first, out[rows])
+            else:
+                take_rows(self._last.of(file, chunk), file.spec, first, out[rows])
 
     def read_quantised(self, shard: int, array: str, start: int, num_tokens: int) -> Quantised:
         """Tokens start.. of an array with a lossy codec."""
@@ -129,16 +129,21 @@ class ArrayFile:
     """The open file of one array of one shard; closed when nobody holds it any more."""
 
     def __init__(self, path: Path, spec: ArraySpec, num_tokens: int, size: int, count: Callable[[int], None] | None = None) -> None:
-        """Checks the size and the checksum of the chunk index. `count` is told the bytes of every chunk that is read."""
+        """Checks the size and the checksum of the chunk index. `count` is told the bytes of every read."""
         self.path, self.spec, self._told = path, spec, count
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CacheCorruptError(f"{path} is missing ({error.strerror}). Restore it from a copy, or capture the shard again.") from error
-        found, tail = os.fstat(self._descriptor).st_size, index_bytes(num_chunks(num_tokens))
+        chunks = num_chunks(num_tokens)
+        found, tail, table = os.fstat(self._descriptor).st_size, index_bytes(chunks), table_bytes(spec, chunks)
         if found != size or found < tail:
             raise CacheCorruptError(f"{path} has {found} bytes, expected {size}. Restore it from a copy, or capture the shard again.")
-        self._chunks = unpack_index(self._pread(found - tail, tail), found, str(path))
+        begin = max(0, found - tail - table)
+        data = self._pread(begin, found - begin)
+        self._chunks = unpack_index(data[-tail:], found, str(path))
+        without = int(self._chunks.sum(axis=1).max()) + tail == found
+        self._frames = None if without or not table else FrameTable(data[:-tail], self._chunks, spec, str(path))
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
@@ -152,15 +157,38 @@ class ArrayFile:
         """A chunk's bytes as `take_rows` wants them."""
         return decode_chunk(self.stored(chunk), self.spec, f"{self.path}, chunk {chunk}")
 
-    def announce(self, begin: int, end: int) -> None:
-        """Chunks [begin, end) will be read."""
-        if hasattr(os, "posix_fadvise"):
-            first, last = self._chunks[begin], self._chunks[end - 1]
-            os.posix_fadvise(self._descriptor, int(first[0]), int(last.sum() - first[0]), os.POSIX_FADV_WILLNEED)
+    @property
+    def has_frames(self) -> bool:
+        return self._frames is not None
+
+    def unpack_rows(self, chunk: int, first: int, out: Bits) -> None:
+        """Fill `out` [n, width] with rows first.. of a chunk, from the frames that they lie in."""
+        unpack_rows(self.packed(chunk, first, len(out)), self.spec, first, out, f"{self.path}, chunk {chunk}")
+
+    def packed(self, chunk: int, first: int, num_tokens: int) -> list[tuple[Run, bytes]]:
+        """The frames with a chunk's rows first.., as they lie on the disk."""
+        assert self._frames is not None
+        return [(run, self._read(run.offset, run.size)) for run in self._frames.runs(chunk, first, num_tokens)]
+
+    def announce(self, start: int, num_tokens: int) -> None:
+        """Tokens start.. will be read."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        if self._frames is None:
+            first, last = self._chunks[start // CHUNK_TOKENS], self._chunks[num_chunks(start + num_tokens) - 1]
+            ranges = [(int(first[0]), int(last.sum() - first[0]))]
+        else:
+            spans = [(chunk, first, rows.stop - rows.start) for chunk, first, rows in spans_of(start, num_tokens)]
+            ranges = [(run.offset, run.size) for span in spans for run in self._frames.runs(*span)]
+        for offset, size in ranges:
+            os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
     def stored(self, chunk: int) -> bytes:
         """A chunk as it lies on the disk."""
         offset, size = (int(value) for value in self._chunks[chunk])
+        return self._read(offset, size)
+
+    def _read(self, offset: int, size: int) -> bytes:
         if self._told is not None:
             self._told(size)
         return self._pread(offset, size)
@@ -175,6 +203,16 @@ class ArrayFile:
                 )
             data += more
         return data
+
+
+def spans_of(start: int, num_tokens: int) -> Iterator[tuple[int, int, slice]]:
+    """Tokens start.. of an array by chunk: its number, its first row of them, and which of them."""
+    row = 0
+    while row < num_tokens:
+        chunk, first = divmod(start + row, CHUNK_TOKENS)
+        count = min(CHUNK_TOKENS - first, num_tokens - row)
+        yield chunk, first, slice(row, row + count)
+        row += count
 
 
 class _LastChunk(threading.local):

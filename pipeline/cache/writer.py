@@ -20,7 +20,8 @@ from typing import Self
 import numpy as np
 import torch
 
-from pipeline.cache.codec import Bits, bits_of, bits_type, encode_chunk, pack_index
+from pipeline.cache.codec import Bits, StoredChunk, bits_of, bits_type, encode_chunk, pack_index
+from pipeline.cache.frames import Frames, pack_table
 from pipeline.cache.layout import CHUNK_TOKENS, DTYPES, FINAL, MARKER, ArraySpec, array_data, array_json, shard_folder, temporary_folder
 from pipeline.cache.manifest import FileRecord, Manifest, read_marker
 from pipeline.errors import CacheError
@@ -58,7 +59,7 @@ class ShardWriter:
             self._streams = {name: _ArrayStream(self._folder, manifest.spec(name)) for name in arrays}
         except OSError as error:
             raise self._disk_error(error) from error
-        self._pending: deque[tuple[_ArrayStream, Future[bytes]]] = deque()
+        self._pending: deque[tuple[_ArrayStream, Future[StoredChunk]]] = deque()
         self._queue: deque[list[tuple[_ArrayStream, torch.Tensor]] | None] = deque()
         self._queued_bytes = 0
         self._queue_bytes = queue_bytes
@@ -173,7 +174,7 @@ class ShardWriter:
 
 
 class _ArrayStream:
-    """One array's file as it grows: chunks one after the other, then their index."""
+    """One array's file as it grows: chunks one after the other, then where their frames end, and their index."""
 
     def __init__(self, shard: Path, spec: ArraySpec) -> None:
         self.spec = spec
@@ -185,6 +186,7 @@ class _ArrayStream:
         self.sha256 = hashlib.sha256()
         self.size = 0
         self.chunk_sizes: list[int] = []
+        self.frames: list[Frames] = []
         self.num_tokens = 0
         self._partial: Bits = np.empty((0, spec.width), bits_type(spec.item_bytes))
         self._filled = 0
@@ -215,10 +217,11 @@ class _ArrayStream:
         self._partial[self._filled :] = 0
         return self._partial
 
-    def write(self, stored: bytes) -> None:
+    def write(self, chunk: StoredChunk) -> None:
         """The next chunk."""
-        self._append(stored)
-        self.chunk_sizes.append(len(stored))
+        self._append(chunk.data)
+        self.chunk_sizes.append(len(chunk.data))
+        self.frames.append(chunk.frames)
 
     def _append(self, data: bytes) -> None:
         self.sha256.update(data)
@@ -228,9 +231,10 @@ class _ArrayStream:
             view = view[self.file.write(view) :]
 
     def finish(self) -> dict[str, FileRecord]:
-        """Index, fsync, metadata; the records of the array's two files."""
+        """Frames and index, fsync, metadata; the records of the array's two files."""
         if self.num_tokens == 0:
             raise CacheError(f"{self.path}: no sample was appended; a shard holds at least one")
+        self._append(pack_table(self.frames, self.spec))
         self._append(pack_index(self.chunk_sizes))
         os.fsync(self.file.fileno())
         self.file.close()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pipeline.cache.codec import bits_of, encode_chunk, index_bytes
+from pipeline.cache.frames import table_bytes
 from pipeline.cache.layout import CHUNK_TOKENS, ArraySpec, array_data, group_metadata, num_chunks, shard_files
 from pipeline.cache.manifest import FileRecord, Manifest, ShardMarker, sealed_text
 from pipeline.cache.samples import samples_file
@@ -46,9 +47,9 @@ def measure_chunk(states: torch.Tensor, spec: ArraySpec) -> ChunkBytes:
     full = half = 0
     for start in starts:
         chunk = rows[start : start + CHUNK_TOKENS].copy()
-        full += len(encode_chunk(chunk, spec))
+        full += len(encode_chunk(chunk, spec).data)
         chunk[CHUNK_TOKENS // 2 :] = 0
-        half += len(encode_chunk(chunk, spec))
+        half += len(encode_chunk(chunk, spec).data)
     mean_full, mean_half = full / len(starts), half / len(starts)
     return ChunkBytes(mean_full, max(0.0, 2 * mean_half - mean_full))
 
@@ -57,7 +58,8 @@ def array_bytes(spec: ArraySpec, num_tokens: int, chunk: ChunkBytes) -> float:
     """Of both files of one array of a shard."""
     whole, rest = divmod(num_tokens, CHUNK_TOKENS)
     payload = whole * chunk.full + (chunk.of_rows(rest) if rest else 0.0)
-    return payload + index_bytes(num_chunks(num_tokens)) + len(spec.metadata(num_tokens))
+    chunks = num_chunks(num_tokens)
+    return payload + table_bytes(spec, chunks) + index_bytes(chunks) + len(spec.metadata(num_tokens))
 
 
 def hidden_bytes(manifest: Manifest, shard_tokens: Sequence[int], chunks: Mapping[str, ChunkBytes]) -> float:

@@ -39,7 +39,7 @@ def states_of(kind: str, width: int, num_tokens: int, seed: int) -> torch.Tensor
 def round_trip(states: torch.Tensor, spec: ArraySpec) -> Quantised:
     chunk = torch.zeros(CHUNK_TOKENS, spec.width, dtype=states.dtype)
     chunk[: len(states)] = states
-    stored = encode_chunk(bits_of(chunk), spec)
+    stored = encode_chunk(bits_of(chunk), spec).data
     return take_quantised([decode_chunk(stored, spec, "here")], 0, len(states), spec)
 
 
@@ -53,6 +53,7 @@ def round_trip(states: torch.Tensor, spec: ArraySpec) -> Quantised:
     seed=st.integers(0, 99),
 )
 @example(kind="wide", width=1, num_tokens=100, dtype="bfloat16", codec="int4", seed=0)
+@example(kind="wide", width=1, num_tokens=100, dtype="bfloat16", codec="int4", seed=3)
 def test_error_is_within_half_a_step(kind: str, width: int, num_tokens: int, dtype: str, codec: str, seed: int) -> None:
     largest = torch.finfo(DTYPES[dtype].torch_dtype).max
     states = states_of(kind, width, num_tokens, seed).clamp(-largest, largest).to(DTYPES[dtype].torch_dtype)
@@ -74,7 +75,8 @@ def test_error_is_within_half_a_step(kind: str, width: int, num_tokens: int, dty
     counts = torch.tensor([min(group, width - start) for start in range(0, width, group)])
     rms = (level.view(num_tokens, -1, group).square().sum(-1) / counts).sqrt()
     formula = torch.maximum(peak / 127, LOSSY[codec].coarseness * rms)
-    assert bool((scales <= formula * 1.0079 + 1e-37).all())
+    ends = 1e-37 + LOSSY[codec].coarseness * 2.0**-74  # of bfloat16, and of the root of float32's squares
+    assert bool((scales <= formula * 1.0079 + ends).all())
     assert bool((packed.codes[exact == 0] == 0).all())
 
 
@@ -92,7 +94,7 @@ def test_states_that_are_not_finite_are_refused(codec: str, bad: float) -> None:
 def test_size_and_error_of_every_channel(codec: str, share: float, error: float, kind: str) -> None:
     states = states_of(kind, 576, CHUNK_TOKENS, 3).bfloat16()
     spec = ArraySpec("layer_1", 576, "bfloat16", codec)
-    assert len(encode_chunk(bits_of(states), spec)) <= share * spec.chunk_bytes
+    assert len(encode_chunk(bits_of(states), spec).data) <= share * spec.chunk_bytes
     found = round_trip(states, spec).dequantise()
     # Of ordinary tokens: beside a massive value the others of its group are lost, and only there.
     ordinary = np.flatnonzero(states.abs().amax(1).float().numpy() < 1e4 * 0.5) if kind == "massive tokens" else np.arange(CHUNK_TOKENS)

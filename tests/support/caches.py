@@ -27,6 +27,7 @@ def captured(
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     layers: Sequence[int] = LAYERS,
     final: bool = False,
+    hidden: int = HIDDEN,
 ) -> list[CapturedSample]:
     """A sample for each length. Every other one has two supervised spans, the rest one; one in five is held out."""
     generator = torch.Generator().manual_seed(seed)
@@ -42,8 +43,8 @@ def captured(
             input_ids=torch.randint(0, VOCAB - 3, (length,), generator=generator, dtype=torch.int32).numpy(),
             spans=np.array(spans, np.int32),
         )
-        states = {layer: torch.randn(length, HIDDEN, generator=generator).to(kind) for layer in layers}
-        last = torch.randn(length, HIDDEN, generator=generator).to(kind) if final else None
+        states = {layer: torch.randn(length, hidden, generator=generator).to(kind) for layer in layers}
+        last = torch.randn(length, hidden, generator=generator).to(kind) if final else None
         samples.append(CapturedSample(tokens.check(), states, last))
     return samples
 

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.cache.codec import CRC_BYTES, bits_of, decode_chunk, encode_chunk, new_states, pack_index, take_rows, unpack_index
+from pipeline.cache.codec import bits_of, decode_chunk, encode_chunk, new_states, pack_index, take_rows, unpack_index
+from pipeline.cache.frames import CRC_BYTES
 from pipeline.cache.layout import CHUNK_TOKENS, DTYPES, ArraySpec
 from pipeline.errors import CacheCorruptError
 
@@ -17,24 +18,25 @@ def chunk_of(spec: ArraySpec) -> torch.Tensor:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_any_rows_of_a_chunk_come_back(spec: ArraySpec) -> None:
     rows = bits_of(chunk_of(spec))
-    chunk = decode_chunk(encode_chunk(rows, spec), spec, "here")
+    chunk = decode_chunk(encode_chunk(rows, spec).data, spec, "here")
     for start, stop in ((0, CHUNK_TOKENS), (0, 1), (CHUNK_TOKENS - 1, CHUNK_TOKENS), (7, 130)):
         _, out = new_states(stop - start, spec)
         take_rows(chunk, spec, start, out)
         assert np.array_equal(out, rows[start:stop])
 
 
+@pytest.mark.parametrize("width", [8, 600])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_lossless_is_numcodecs_shuffle_then_zstd(dtype: str) -> None:
-    spec = ArraySpec("layer_1", 8, dtype, "lossless")
+def test_lossless_is_numcodecs_shuffle_then_zstd(dtype: str, width: int) -> None:
+    spec = ArraySpec("layer_1", width, dtype, "lossless")
     rows = bits_of(chunk_of(spec))
-    shuffled = numcodecs.Zstd().decode(encode_chunk(rows, spec)[:-CRC_BYTES])
+    shuffled = numcodecs.Zstd().decode(encode_chunk(rows, spec).data[:-CRC_BYTES])
     assert bytes(numcodecs.Shuffle(spec.item_bytes).decode(shuffled)) == rows.tobytes()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_flipped_bit_anywhere_is_an_error(spec: ArraySpec) -> None:
-    stored = encode_chunk(bits_of(chunk_of(spec)), spec)
+    stored = encode_chunk(bits_of(chunk_of(spec)), spec).data
     for position in (0, len(stored) // 2, len(stored) - 1):
         damaged = bytearray(stored)
         damaged[position] ^= 4
@@ -47,7 +49,7 @@ def test_a_flipped_bit_anywhere_is_an_error(spec: ArraySpec) -> None:
 
 def test_a_chunk_of_another_size_is_an_error_though_its_checksum_is_right() -> None:
     for codec in ("lossless", "raw"):
-        stored = encode_chunk(np.zeros((CHUNK_TOKENS, 4), np.uint16), ArraySpec("layer_1", 4, "bfloat16", codec))
+        stored = encode_chunk(np.zeros((CHUNK_TOKENS, 4), np.uint16), ArraySpec("layer_1", 4, "bfloat16", codec)).data
         with pytest.raises(CacheCorruptError):
             decode_chunk(stored, ArraySpec("layer_1", 8, "bfloat16", codec), "here")
 

@@ -1,0 +1,91 @@
+"""Chunks of which a part can be read: a `lossless` chunk is many zstd frames, and its file says where each one ends.
+
+A short sample has a few rows of a chunk, and they lie in every plane of it (codec.py). Each plane is cut into frames of some tokens; one
+after another they unpack to the whole chunk, with any zstd. A table between the last chunk and the index has, by chunk and frame, two
+little-endian uint32: the bytes of the frame, and the crc32c of the chunk up to the frame's end, so that a run of frames is checked
+without the others. A crc32c of the table ends it. Files without one, as earlier versions wrote them, are read by whole chunks.
+"""
+
+from typing import NamedTuple
+
+import google_crc32c
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from pipeline.cache.layout import CHUNK_TOKENS, ArraySpec
+from pipeline.errors import CacheCorruptError
+
+CRC_BYTES = 4
+
+PARAMETERS = zstandard.ZstdCompressionParameters.from_level(1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=10)
+"""Level 1 that looks less for repetitions: the planes of states have next to none, and what level 1 takes for them costs time, both
+ways, and space."""
+
+Frames = NDArray[np.uint32]
+"""[n, 2], by frame: its bytes, and the crc32c of its chunk up to its end."""
+
+
+class Run(NamedTuple):
+    """Frames [begin, end) of a chunk, which lie together: of how many planes they are, where in the file they lie, and the crc32c of the
+    chunk up to their begin and up to their end."""
+
+    planes: int
+    offset: int
+    size: int
+    crc_before: int
+    crc: int
+
+
+class FrameTable:
+    """Of an array's file, for all of its chunks."""
+
+    def __init__(self, data: bytes, chunks: NDArray[np.uint64], spec: ArraySpec, where: str) -> None:
+        """`chunks`: (offset, bytes) of every one. Raises `CacheCorruptError` unless the table is intact and its frames fill them."""
+        body, crc = data[:-CRC_BYTES], data[-CRC_BYTES:]
+        if crc_bytes(google_crc32c.value(body)) != crc or len(body) != 8 * spec.frames * len(chunks):
+            raise CacheCorruptError(f"{where}: the checksum of its table of frames is wrong. Capture the shard again.")
+        frames = np.frombuffer(body, "<u4").reshape(len(chunks), spec.frames, 2)
+        offset, size = chunks.astype(np.int64).T
+        ends = offset[:, None] + frames[:, :, 0].cumsum(axis=1, dtype=np.int64)
+        if (ends[:, -1] + CRC_BYTES != offset + size).any():
+            raise CacheCorruptError(f"{where}: its table of frames does not fit its chunks. Capture the shard again.")
+        self._spec = spec
+        self._offsets = np.concatenate((offset[:, None], ends), axis=1)
+        self._crcs = np.concatenate((np.zeros((len(chunks), 1), np.uint32), frames[:, :, 1]), axis=1)
+
+    def runs(self, chunk: int, first: int, num_tokens: int) -> list[Run]:
+        """The frames with a chunk's tokens first..: one run for each plane, or one for all where they want the whole chunk."""
+        of_plane, (begin, end) = CHUNK_TOKENS // self._spec.frame_tokens, frames_with(self._spec, first, num_tokens)
+        whole = end - begin == of_plane
+        wanted = [(0, self._spec.frames)] if whole else [(plane + begin, plane + end) for plane in range(0, self._spec.frames, of_plane)]
+        offsets, crcs = self._offsets[chunk], self._crcs[chunk]
+        planes = self._spec.item_bytes if whole else 1
+        return [Run(planes, int(offsets[a]), int(offsets[b] - offsets[a]), int(crcs[a]), int(crcs[b])) for a, b in wanted]
+
+
+def frames_with(spec: ArraySpec, first: int, num_tokens: int) -> tuple[int, int]:
+    """The frames of a plane, begin and end, with a chunk's tokens first.. in them."""
+    return first // spec.frame_tokens, -(-(first + num_tokens) // spec.frame_tokens)
+
+
+def pack_frames(planes: NDArray[np.uint8], spec: ArraySpec) -> list[bytes]:
+    """The frames of a chunk's `planes` uint8 [n, 512 · width], plane by plane."""
+    compress = zstandard.ZstdCompressor(compression_params=PARAMETERS).compress
+    return [compress(piece.data) for piece in planes.reshape(spec.frames, -1)]
+
+
+def table_bytes(spec: ArraySpec, chunks: int) -> int:
+    return 8 * spec.frames * chunks + CRC_BYTES if spec.frames else 0
+
+
+def pack_table(chunks: list[Frames], spec: ArraySpec) -> bytes:
+    """The table of all chunks' frames; nothing for a codec without."""
+    if not spec.frames:
+        return b""
+    data = np.concatenate(chunks).astype("<u4").tobytes()
+    return data + crc_bytes(google_crc32c.value(data))
+
+
+def crc_bytes(crc: int) -> bytes:
+    return crc.to_bytes(CRC_BYTES, "little")
