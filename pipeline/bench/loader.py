@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pipeline.bench.cache import save_each, take_samples, write_copy
 from pipeline.bench.timing import CLOCKS, Clock, in_turns, rate
 from pipeline.cache.codec import Bits, new_states, unpack_rows
-from pipeline.cache.frames import Run
 from pipeline.cache.layout import ArraySpec, array_data, shard_folder
-from pipeline.cache.openfiles import ArrayFile, spans_of
+from pipeline.cache.openfiles import ArrayFile, Part
 from pipeline.cache.reader import Cache
 from pipeline.cache.recode import recoded_manifest
 from pipeline.errors import BenchError
@@ -124,22 +124,22 @@ def _unpackings(cache: Cache) -> Callable[[int], None]:
     work = [list(_touched(cache, number)) for number in range(len(cache))]
 
     def unpack_sample(number: int) -> None:
-        for packed, spec, first, out in work[number]:
-            unpack_rows(packed, spec, first, out, "bench")
+        for packed, part, spec, out in work[number]:
+            unpack_rows(packed, part.runs, spec, part.first, out[part.rows], "bench")
 
     return unpack_sample
 
 
-def _touched(cache: Cache, number: int) -> Iterator[tuple[list[tuple[Run, bytes]], ArraySpec, int, Bits]]:
-    """By chunk, the frames that have rows of a sample's states, the first of these rows, and where they go."""
+def _touched(cache: Cache, number: int) -> Iterator[tuple[NDArray[np.uint8], Part, ArraySpec, Bits]]:
+    """By chunk, the frames that have rows of a sample's states, and where its rows go."""
     index, manifest = cache.index, cache.manifest
     shard, start, tokens = int(index.shard[number]), int(index.token_offset[number]), int(index.num_tokens[number])
     for array in manifest.arrays:
         spec = manifest.spec(array)
         file = _file(cache, shard, array)
         out: Bits = new_states(tokens, spec)[1]
-        for chunk, first, rows in spans_of(start, tokens):
-            yield file.packed(chunk, first, rows.stop - rows.start), spec, first, out[rows]
+        for part in file.parts(start, tokens):
+            yield file.packed(part.runs), part, spec, out
 
 
 def _file(cache: Cache, shard: int, array: str) -> ArrayFile:

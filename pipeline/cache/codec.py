@@ -66,14 +66,14 @@ def encode_chunk(rows: Bits, spec: ArraySpec) -> StoredChunk:
     return StoredChunk(b"".join((*packed, crc_bytes(crcs[-1]))), frames)
 
 
-def decode_chunk(stored: bytes, spec: ArraySpec, where: str) -> NDArray[np.uint8]:
+def decode_chunk(stored: bytes | NDArray[np.uint8], spec: ArraySpec, where: str) -> NDArray[np.uint8]:
     """The bytes of a chunk, still in planes when the codec splits them, still quantised when it is lossy; `take_rows` puts planes
     together, `lossy.take_quantised` takes codes and scales apart.
 
     Raises `CacheCorruptError` when the crc32c or the size is wrong; `where` names file and chunk.
     """
     payload = np.frombuffer(stored, np.uint8, max(0, len(stored) - CRC_BYTES))
-    _check(google_crc32c.value(payload), stored[len(payload) :], where)
+    _check(google_crc32c.value(payload), bytes(stored[len(payload) :]), where)
     if spec.codec != "raw":
         return _unpack(payload, spec.stored_bytes, where)
     if payload.size != spec.stored_bytes:
@@ -81,19 +81,19 @@ def decode_chunk(stored: bytes, spec: ArraySpec, where: str) -> NDArray[np.uint8
     return payload
 
 
-def unpack_rows(runs: Sequence[tuple[Run, bytes]], spec: ArraySpec, first: int, out: Bits, where: str) -> None:
-    """Fill `out` [n, width] with rows first.. of a chunk, from the frames that have them, as `FrameTable.runs` finds them.
+def unpack_rows(packed: NDArray[np.uint8], runs: Sequence[Run], spec: ArraySpec, first: int, out: Bits, where: str) -> None:
+    """Fill `out` [n, width] with rows first.. of a chunk. `packed` are the frames that have them, `runs`, one after the other.
 
     Raises `CacheCorruptError`, which names `where`, when a checksum or a size is wrong.
     """
-    begin, end = frames_with(spec, first, len(out))
-    skip, size = first % spec.frame_tokens * spec.width, (end - begin) * spec.frame_tokens * spec.width
-    planes: list[NDArray[np.uint8]] = []
-    for run, packed in runs:
-        _check(google_crc32c.extend(run.crc_before, packed), crc_bytes(run.crc), where)
-        unpacked = _unpack(packed, run.planes * size, where)
-        planes += [plane[skip : skip + out.size] for plane in unpacked.reshape(run.planes, -1)]
-    _join(planes, out.reshape(-1))
+    begin = 0
+    for run in runs:
+        _check(google_crc32c.extend(run.crc_before, packed[begin : begin + run.size]), crc_bytes(run.crc), where)
+        begin += run.size
+    tokens = spec.frame_tokens * frames_with(spec, first, len(out))
+    planes = _unpack(packed, tokens * spec.width * spec.item_bytes, where).reshape(spec.item_bytes, -1)
+    skip = first % spec.frame_tokens * spec.width
+    _join(planes[:, skip : skip + out.size], out.reshape(-1))
 
 
 def _check(crc: int, expected: bytes, where: str) -> None:
@@ -120,8 +120,8 @@ def take_rows(chunk: NDArray[np.uint8], spec: ArraySpec, start: int, out: Bits) 
     _join(chunk.reshape(spec.item_bytes, -1)[:, begin:end], flat)
 
 
-def _join(planes: Sequence[NDArray[np.uint8]] | NDArray[np.uint8], out: Bits) -> None:
-    """Values [n] of their planes [n], of which the first has the lowest bytes."""
+def _join(planes: NDArray[np.uint8], out: Bits) -> None:
+    """Values [n] of their `planes`, of which the first has the lowest bytes."""
     out[:] = planes[-1]
     for plane in planes[-2::-1]:
         out <<= 8

@@ -27,10 +27,8 @@ Frames = NDArray[np.uint32]
 
 
 class Run(NamedTuple):
-    """Frames [begin, end) of a chunk, which lie together: of how many planes they are, where in the file they lie, and the crc32c of the
-    chunk up to their begin and up to their end."""
+    """Frames that lie together: where in the file, and the crc32c of their chunk up to their begin and up to their end."""
 
-    planes: int
     offset: int
     size: int
     crc_before: int
@@ -55,18 +53,18 @@ class FrameTable:
         self._crcs = np.concatenate((np.zeros((len(chunks), 1), np.uint32), frames[:, :, 1]), axis=1)
 
     def runs(self, chunk: int, first: int, num_tokens: int) -> list[Run]:
-        """The frames with a chunk's tokens first..: one run for each plane, or one for all where they want the whole chunk."""
-        of_plane, (begin, end) = CHUNK_TOKENS // self._spec.frame_tokens, frames_with(self._spec, first, num_tokens)
-        whole = end - begin == of_plane
-        wanted = [(0, self._spec.frames)] if whole else [(plane + begin, plane + end) for plane in range(0, self._spec.frames, of_plane)]
-        offsets, crcs = self._offsets[chunk], self._crcs[chunk]
-        planes = self._spec.item_bytes if whole else 1
-        return [Run(planes, int(offsets[a]), int(offsets[b] - offsets[a]), int(crcs[a]), int(crcs[b])) for a, b in wanted]
+        """The frames with a chunk's tokens first.., plane by plane."""
+        of_plane = CHUNK_TOKENS // self._spec.frame_tokens
+        begin, count = first // self._spec.frame_tokens, frames_with(self._spec, first, num_tokens)
+        starts = [0] if count == of_plane else range(begin, self._spec.frames, of_plane)
+        length = self._spec.frames if count == of_plane else count
+        offsets, crcs = self._offsets[chunk].tolist(), self._crcs[chunk].tolist()
+        return [Run(offsets[at], offsets[at + length] - offsets[at], crcs[at], crcs[at + length]) for at in starts]
 
 
-def frames_with(spec: ArraySpec, first: int, num_tokens: int) -> tuple[int, int]:
-    """The frames of a plane, begin and end, with a chunk's tokens first.. in them."""
-    return first // spec.frame_tokens, -(-(first + num_tokens) // spec.frame_tokens)
+def frames_with(spec: ArraySpec, first: int, num_tokens: int) -> int:
+    """How many frames of a plane have a chunk's tokens first.. in them."""
+    return -(-(first + num_tokens) // spec.frame_tokens) - first // spec.frame_tokens
 
 
 def pack_frames(planes: NDArray[np.uint8], spec: ArraySpec) -> list[bytes]:

@@ -8,8 +8,9 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,25 +70,26 @@ class OpenFiles:
             found = self._samples.setdefault(shard, ShardSamples.open(path, entry.samples_sha256))
         return found
 
-    def announce(self, shard: int, array: str, start: int, num_tokens: int) -> None:
-        """Have the disk begin on what a read of these tokens will want, while others are unpacked."""
-        self._array(shard, array).announce(start, num_tokens)
-
-    def read_rows(self, shard: int, array: str, start: int, out: Bits) -> None:
-        """Fill `out` [n, width] with rows start.. of an array."""
+    def begin(self, shard: int, array: str, start: int, num_tokens: int) -> "Reading":
+        """A read of tokens start.. of an array, on which the disk begins while others are unpacked."""
         file = self._array(shard, array)
-        for chunk, first, rows in spans_of(start, len(out)):
-            if file.has_frames:
-                file.unpack_rows(chunk, first, out[rows])
+        reading = Reading(file, start, num_tokens, file.parts(start, num_tokens))
+        file.announce(reading.parts)
+        return reading
+
+    def read_rows(self, reading: "Reading", out: Bits) -> None:
+        """Fill `out` [n, width]."""
+        file = reading.file
+        for part in reading.parts:
+            if part.runs:
+                unpack_rows(file.packed(part.runs), part.runs, file.spec, part.first, out[part.rows], f"{file.path}, chunk {part.chunk}")
             else:
-                take_rows(self._last.of(file, chunk), file.spec, first, out[rows])
+                take_rows(self._last.of(file, part.chunk), file.spec, part.first, out[part.rows])
 
-    def read_quantised(self, shard: int, array: str, start: int, num_tokens: int) -> Quantised:
-        """Tokens start.. of an array with a lossy codec."""
-        file = self._array(shard, array)
-        begin, end = start // CHUNK_TOKENS, num_chunks(start + num_tokens)
-        chunks = [self._last.of(file, chunk) for chunk in range(begin, end)]
-        return take_quantised(chunks, start - begin * CHUNK_TOKENS, num_tokens, file.spec)
+    def read_quantised(self, reading: "Reading") -> Quantised:
+        """Tokens of an array with a lossy codec."""
+        chunks = [self._last.of(reading.file, part.chunk) for part in reading.parts]
+        return take_quantised(chunks, reading.start % CHUNK_TOKENS, reading.num_tokens, reading.file.spec)
 
     def _array(self, shard: int, array: str) -> "ArrayFile":
         if self._process != os.getpid():
@@ -140,7 +142,7 @@ class ArrayFile:
         if found != size or found < tail:
             raise CacheCorruptError(f"{path} has {found} bytes, expected {size}. Restore it from a copy, or capture the shard again.")
         begin = max(0, found - tail - table)
-        data = self._pread(begin, found - begin)
+        data = self._read(begin, np.empty(found - begin, np.uint8)).tobytes()
         self._chunks = unpack_index(data[-tail:], found, str(path))
         without = int(self._chunks.sum(axis=1).max()) + tail == found
         self._frames = None if without or not table else FrameTable(data[:-tail], self._chunks, spec, str(path))
@@ -157,62 +159,73 @@ class ArrayFile:
         """A chunk's bytes as `take_rows` wants them."""
         return decode_chunk(self.stored(chunk), self.spec, f"{self.path}, chunk {chunk}")
 
-    @property
-    def has_frames(self) -> bool:
-        return self._frames is not None
+    def parts(self, start: int, num_tokens: int) -> list["Part"]:
+        """What a read of tokens start.. takes, by chunk."""
+        found, row = [], 0
+        while row < num_tokens:
+            chunk, first = divmod(start + row, CHUNK_TOKENS)
+            count = min(CHUNK_TOKENS - first, num_tokens - row)
+            runs = [] if self._frames is None else self._frames.runs(chunk, first, count)
+            found.append(Part(chunk, first, slice(row, row + count), runs))
+            row += count
+        return found
 
-    def unpack_rows(self, chunk: int, first: int, out: Bits) -> None:
-        """Fill `out` [n, width] with rows first.. of a chunk, from the frames that they lie in."""
-        unpack_rows(self.packed(chunk, first, len(out)), self.spec, first, out, f"{self.path}, chunk {chunk}")
+    def announce(self, parts: Sequence["Part"]) -> None:
+        """They will be read."""
+        if hasattr(os, "posix_fadvise"):
+            for part in parts:
+                for offset, size in [(run.offset, run.size) for run in part.runs] or [self._chunks[part.chunk].tolist()]:
+                    os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
-    def packed(self, chunk: int, first: int, num_tokens: int) -> list[tuple[Run, bytes]]:
-        """The frames with a chunk's rows first.., as they lie on the disk."""
-        assert self._frames is not None
-        return [(run, self._read(run.offset, run.size)) for run in self._frames.runs(chunk, first, num_tokens)]
-
-    def announce(self, start: int, num_tokens: int) -> None:
-        """Tokens start.. will be read."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        if self._frames is None:
-            first, last = self._chunks[start // CHUNK_TOKENS], self._chunks[num_chunks(start + num_tokens) - 1]
-            ranges = [(int(first[0]), int(last.sum() - first[0]))]
-        else:
-            spans = [(chunk, first, rows.stop - rows.start) for chunk, first, rows in spans_of(start, num_tokens)]
-            ranges = [(run.offset, run.size) for span in spans for run in self._frames.runs(*span)]
-        for offset, size in ranges:
-            os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_WILLNEED)
-
-    def stored(self, chunk: int) -> bytes:
-        """A chunk as it lies on the disk."""
-        offset, size = (int(value) for value in self._chunks[chunk])
-        return self._read(offset, size)
-
-    def _read(self, offset: int, size: int) -> bytes:
-        if self._told is not None:
-            self._told(size)
-        return self._pread(offset, size)
-
-    def _pread(self, offset: int, size: int) -> bytes:
-        data = os.pread(self._descriptor, size, offset)
-        while len(data) < size:
-            more = os.pread(self._descriptor, size - len(data), offset + len(data))
-            if not more:
-                raise CacheCorruptError(
-                    f"{self.path} ends after {offset + len(data)} bytes; {offset + size} expected. Capture the shard again."
-                )
-            data += more
+    def packed(self, runs: Sequence[Run]) -> NDArray[np.uint8]:
+        """Frames as they lie on the disk, one run after the other."""
+        data, done = np.empty(sum(run.size for run in runs), np.uint8), 0
+        self._tell(data.size)
+        for run in runs:
+            self._read(run.offset, data[done : done + run.size])
+            done += run.size
         return data
 
+    def stored(self, chunk: int) -> NDArray[np.uint8]:
+        """A chunk as it lies on the disk."""
+        offset, size = self._chunks[chunk].tolist()
+        self._tell(size)
+        return self._read(offset, np.empty(size, np.uint8))
 
-def spans_of(start: int, num_tokens: int) -> Iterator[tuple[int, int, slice]]:
-    """Tokens start.. of an array by chunk: its number, its first row of them, and which of them."""
-    row = 0
-    while row < num_tokens:
-        chunk, first = divmod(start + row, CHUNK_TOKENS)
-        count = min(CHUNK_TOKENS - first, num_tokens - row)
-        yield chunk, first, slice(row, row + count)
-        row += count
+    def _tell(self, size: int) -> None:
+        if self._told is not None:
+            self._told(size)
+
+    def _read(self, offset: int, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Fill `out` from there on, and return it."""
+        done = 0
+        while done < out.size:
+            count = os.preadv(self._descriptor, [out.data[done:]], offset + done)
+            if not count:
+                raise CacheCorruptError(
+                    f"{self.path} ends after {offset + done} bytes; {offset + out.size} expected. Capture the shard again."
+                )
+            done += count
+        return out
+
+
+class Part(NamedTuple):
+    """What a read takes of one chunk: its rows `first`.. are `rows` of the result. `runs` are the frames that they lie in, none of a chunk
+    that is unpacked whole."""
+
+    chunk: int
+    first: int
+    rows: slice
+    runs: list[Run]
+
+
+class Reading(NamedTuple):
+    """Tokens `start`.. of an array, announced and not read yet."""
+
+    file: ArrayFile
+    start: int
+    num_tokens: int
+    parts: list[Part]
 
 
 class _LastChunk(threading.local):

@@ -93,21 +93,20 @@ class Cache:
         tokens = self._files.samples(shard).sample(i - int(self.index.first_of_shard[shard]))
         if max_tokens is not None:
             tokens = tokens.prefix(max_tokens)
-        for name in names:
-            self._files.announce(shard, name, offset, tokens.num_tokens)
+        readings = {name: self._files.begin(shard, name, offset, tokens.num_tokens) for name in names}
         states: dict[str, torch.Tensor] = {}
         quantised: dict[str, Quantised] = {}
-        for name in names:
+        for name, reading in readings.items():
             spec = self.manifest.spec(name)
             if spec.lossy:
-                found = self._files.read_quantised(shard, name, offset, tokens.num_tokens)
+                found = self._files.read_quantised(reading)
                 if dequantise or name == FINAL:
                     states[name] = found.dequantise()
                 else:
                     quantised[name] = found
             else:
                 states[name], bits = new_states(tokens.num_tokens, spec)
-                self._files.read_rows(shard, name, offset, bits)
+                self._files.read_rows(reading, bits)
         last = states.pop(FINAL, None)
         return CapturedSample(tokens, _by_layer(states), last, _by_layer(quantised) if quantised else None)
 
