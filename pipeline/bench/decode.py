@@ -16,7 +16,7 @@ from pipeline.bench.timing import CLOCKS, in_turns, median_of
 from pipeline.bench.workload import TARGET_LAYERS, draft_config
 from pipeline.draft.head import head_logits
 from pipeline.draft.matmul import times_transposed
-from pipeline.draft.model import Draft
+from pipeline.draft.model import Draft, joined
 from pipeline.draft.serving import Serving
 from pipeline.draft.slots import likeliest
 from pipeline.records import TargetBundle
@@ -41,7 +41,7 @@ def bench_decode(settings: StepSettings, committed: int, rounds: int) -> dict[st
     block = torch.randn(1, settings.block, settings.hidden).to(dtype)
     head = torch.randn(settings.vocab, settings.hidden).to(dtype)
     bundle = TargetBundle(head, head, torch.ones(settings.hidden), {})
-    serving = Serving(draft, settings.seq + REPEATS * committed)
+    serving = Serving(joined(draft), settings.seq + REPEATS * committed)
     serving.extend(features)
     ways: dict[str, Callable[[], None]] = {
         "layers": _drafts(serving, features[:, :committed], block, settings.seq),

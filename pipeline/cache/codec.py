@@ -45,7 +45,7 @@ def new_states(num_tokens: int, spec: ArraySpec) -> tuple[torch.Tensor, Bits]:
 
 
 class StoredChunk(NamedTuple):
-    """What is stored of a chunk, its crc32c included, and the frames that it consists of: one, where the codec has none."""
+    """What is stored of a chunk, its crc32c included, and its frames, none with a codec that has none."""
 
     data: bytes
     frames: Frames
@@ -61,9 +61,9 @@ def encode_chunk(rows: Bits, spec: ArraySpec) -> StoredChunk:
         packed = [pa.Codec("zstd", compression_level=1).compress(codes, asbytes=True)]
     else:
         packed = pack_frames(_split(rows), spec)
-    crcs = list(accumulate(packed, google_crc32c.extend, initial=0))
-    frames = np.array([(len(frame), crc) for frame, crc in zip(packed, crcs[1:], strict=True)], np.uint32)
-    return StoredChunk(b"".join((*packed, crc_bytes(crcs[-1]))), frames)
+    *crcs, crc = accumulate(packed, google_crc32c.extend, initial=0)
+    frames = zip(map(len, packed), [*crcs[1:], crc], strict=True) if spec.frames else ()
+    return StoredChunk(b"".join((*packed, crc_bytes(crc))), np.array(list(frames), np.uint32).reshape(-1, 2))
 
 
 def decode_chunk(stored: bytes | NDArray[np.uint8], spec: ArraySpec, where: str) -> NDArray[np.uint8]:
@@ -103,12 +103,9 @@ def _check(crc: int, expected: bytes, where: str) -> None:
 
 def _unpack(packed: Any, size: int, where: str) -> NDArray[np.uint8]:
     try:
-        unpacked = pa.Codec("zstd").decompress(packed, decompressed_size=size, asbytes=True)
-    except OSError as error:
-        raise CacheCorruptError(f"{where}: cannot be unpacked ({error}). Capture the shard again.") from error
-    if len(unpacked) != size:
-        raise CacheCorruptError(f"{where}: {len(unpacked)} bytes unpacked, expected {size}. Capture the shard again.")
-    return np.frombuffer(unpacked, np.uint8)
+        return np.frombuffer(pa.Codec("zstd").decompress(packed, decompressed_size=size, asbytes=True), np.uint8)
+    except OSError as error:  # also when there is less, or more
+        raise CacheCorruptError(f"{where}: cannot be unpacked to {size} bytes ({error}). Capture the shard again.") from error
 
 
 def take_rows(chunk: NDArray[np.uint8], spec: ArraySpec, start: int, out: Bits) -> None:

@@ -1,9 +1,10 @@
 """Chunks of which a part can be read: a `lossless` chunk is many zstd frames, and its file says where each one ends.
 
 A short sample has a few rows of a chunk, and they lie in every plane of it (codec.py). Each plane is cut into frames of some tokens; one
-after another they unpack to the whole chunk, with any zstd. A table between the last chunk and the index has, by chunk and frame, two
-little-endian uint32: the bytes of the frame, and the crc32c of the chunk up to the frame's end, so that a run of frames is checked
-without the others. A crc32c of the table ends it. Files without one, as earlier versions wrote them, are read by whole chunks.
+after another they unpack to the whole chunk, with a zstd that goes on after a frame. A table between the last chunk and the index has, by
+chunk and frame, two little-endian uint32: the bytes of the frame, and the crc32c of the chunk up to the frame's end, so that a run of
+frames is checked without the others. A crc32c of the table ends it. Files without one, as earlier versions wrote them, are read by
+whole chunks.
 """
 
 from typing import NamedTuple
@@ -18,9 +19,9 @@ from pipeline.errors import CacheCorruptError
 
 CRC_BYTES = 4
 
-PARAMETERS = zstandard.ZstdCompressionParameters.from_level(1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=10)
-"""Level 1 that looks less for repetitions: the planes of states have next to none, and what level 1 takes for them costs time, both
-ways, and space."""
+PARAMETERS = zstandard.ZstdCompressionParameters.from_level(1, hash_log=10)
+"""Level 1 with a smaller table, which finds fewer repetitions: the planes of states have next to none, and what level 1 takes for them
+costs time, both ways, and space."""
 
 Frames = NDArray[np.uint32]
 """[n, 2], by frame: its bytes, and the crc32c of its chunk up to its end."""
@@ -41,12 +42,13 @@ class FrameTable:
     def __init__(self, data: bytes, chunks: NDArray[np.uint64], spec: ArraySpec, where: str) -> None:
         """`chunks`: (offset, bytes) of every one. Raises `CacheCorruptError` unless the table is intact and its frames fill them."""
         body, crc = data[:-CRC_BYTES], data[-CRC_BYTES:]
-        if crc_bytes(google_crc32c.value(body)) != crc or len(body) != 8 * spec.frames * len(chunks):
+        if crc_bytes(google_crc32c.value(body)) != crc:
             raise CacheCorruptError(f"{where}: the checksum of its table of frames is wrong. Capture the shard again.")
-        frames = np.frombuffer(body, "<u4").reshape(len(chunks), spec.frames, 2)
+        fits = len(body) == 8 * spec.frames * len(chunks)
+        frames = np.frombuffer(body if fits else b"", "<u4").reshape(-1, spec.frames, 2)
         offset, size = chunks.astype(np.int64).T
-        ends = offset[:, None] + frames[:, :, 0].cumsum(axis=1, dtype=np.int64)
-        if (ends[:, -1] + CRC_BYTES != offset + size).any():
+        ends = offset[: len(frames), None] + frames[:, :, 0].cumsum(axis=1, dtype=np.int64)
+        if not fits or (ends[:, -1] + CRC_BYTES != offset + size).any():
             raise CacheCorruptError(f"{where}: its table of frames does not fit its chunks. Capture the shard again.")
         self._spec = spec
         self._offsets = np.concatenate((offset[:, None], ends), axis=1)
@@ -54,10 +56,12 @@ class FrameTable:
 
     def runs(self, chunk: int, first: int, num_tokens: int) -> list[Run]:
         """The frames with a chunk's tokens first.., plane by plane."""
-        of_plane = CHUNK_TOKENS // self._spec.frame_tokens
+        frames_of_plane = CHUNK_TOKENS // self._spec.frame_tokens
         begin, count = first // self._spec.frame_tokens, frames_with(self._spec, first, num_tokens)
-        starts = [0] if count == of_plane else range(begin, self._spec.frames, of_plane)
-        length = self._spec.frames if count == of_plane else count
+        if count == frames_of_plane:  # then the planes lie together
+            starts, length = [0], self._spec.frames
+        else:
+            starts, length = list(range(begin, self._spec.frames, frames_of_plane)), count
         offsets, crcs = self._offsets[chunk].tolist(), self._crcs[chunk].tolist()
         return [Run(offsets[at], offsets[at + length] - offsets[at], crcs[at], crcs[at + length]) for at in starts]
 

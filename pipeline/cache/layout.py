@@ -3,7 +3,7 @@
     CACHE/manifest.json            identities, layers, dtype, codec, totals            (manifest.py)
     CACHE/target/                  embedding, head, final norm, config, tokenizer      (bundle.py)
     CACHE/shards/00017/samples.arrow                                                   (samples.py)
-    CACHE/shards/00017/hidden.zarr/layer_9/c/0/0      one file an array: chunks, frames, index
+    CACHE/shards/00017/hidden.zarr/layer_9/c/0/0      one file an array: chunks, table, index
     CACHE/shards/00017/committed.json                 a shard without it does not exist
     CACHE/index.arrow              one row a sample, rebuilt from the shards           (index.py)
 
@@ -123,9 +123,9 @@ class ArraySpec:
     def metadata(self, num_tokens: int) -> str:
         """Text of the array's `zarr.json`, a Zarr v3 array [num_tokens, width] whose single shard holds all chunks.
 
-        Each chunk: little-endian bytes, for `lossless` split into planes and packed by zstd, then a crc32c, so that a damaged chunk is
-        noticed when it is read, by us and by any other Zarr reader. With a lossy codec the array has bytes, a row more for each
-        chunk, and is packed by zstd.
+        Each chunk: little-endian bytes, for `lossless` split into planes and packed by zstd in frames, then a crc32c, so that a damaged
+        chunk is noticed when it is read, by us and by any other Zarr reader. With a lossy codec the array has bytes, a row more for
+        each chunk, and is packed by zstd.
         """
         codecs: list[dict[str, object]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
         if self.codec == "lossless":

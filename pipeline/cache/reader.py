@@ -1,8 +1,8 @@
 """Opens a complete cache and reads samples from it.
 
 Opening compares sizes; reading compares checksums, so nothing is ever read as zeros or as something else than was written:
-the manifest's seal, the index against the manifest, a shard's marker, samples, metadata and chunk indices when they are first
-opened, every chunk when it is unpacked, the target's files when they are loaded.
+the manifest's seal, the index against the manifest, a shard's marker, samples, metadata, chunk indices and tables of frames when they
+are first opened, every frame, or chunk that has none, when it is unpacked, the target's files when they are loaded.
 """
 
 import shlex
@@ -112,7 +112,7 @@ class Cache:
 
     @property
     def bytes_read(self) -> int:
-        """Of packed chunks, by this process since the cache was opened (or since the fork)."""
+        """Packed, by this process since the cache was opened (or since the fork)."""
         return self._files.bytes_read
 
     def bundle(self) -> TargetBundle:
@@ -127,7 +127,7 @@ class Cache:
         return tokenizer_folder(self.path)
 
     def digest(self) -> str:
-        """sha256 of identities and committed checksums: equal for caches that hold the same, wherever and whenever written."""
+        """sha256 of identities and committed checksums: equal for caches that hold the same, wherever written by the same versions."""
         return self.manifest.digest([entry.marker_sha256 for entry in self.index.shards])
 
     def _check_target_files(self, start: str = "") -> None:

@@ -1,6 +1,6 @@
 """Writes the arrays of one shard while the target goes on: rows are gathered into chunks, packed by a few threads and appended in order.
 
-    append ─► queue (bounded in bytes) ─► one sequencing thread ─► pool: encode_chunk ─► the same thread: file, sha256, chunk sizes
+    append ─► queue (bounded in bytes) ─► one sequencing thread ─► pool: encode_chunk ─► the same thread: file, sha256, sizes
 
 What is written depends on the rows alone, not on the timing of threads: each chunk is packed by one thread from its own bytes.
 """
@@ -86,7 +86,7 @@ class ShardWriter:
             self._changed.notify_all()
 
     def close(self) -> dict[str, FileRecord]:
-        """Write what is left, the chunk indices and the metadata, all fsynced. Size and sha256 by path inside the shard."""
+        """Write what is left, tables of frames, chunk indices and metadata, all fsynced. Size and sha256 by path inside the shard."""
         self._stop(None)
         self._raise()
         return self._records

@@ -32,8 +32,8 @@ def repair(config: Config, ranks: Ranks) -> None:
             log.info("the cache is what it was; its digest is the same")
         else:
             log.warning(
-                "the digest is not the one of before: what was captured again was rounded otherwise (another device, tensor-parallel "
-                "size, batch or version)"
+                "the digest is not the one of before: what was captured again was rounded or packed otherwise (another device, "
+                "tensor-parallel size, batch or version)"
             )
 
 

@@ -67,7 +67,7 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest value of every row of `logits` [M, V], and the first place where it stands, int64, both [M].
+    """The largest value of every row of `logits` [M, V], none of them NaN, and the first place where it stands, int64, both [M].
 
     By runs of channels: on a CPU torch finds values alone four times as quickly as values and places.
     """

@@ -131,7 +131,8 @@ def draft_with(config: DraftConfig, weights: Mapping[str, torch.Tensor]) -> Draf
 
 
 def joined(draft: Draft) -> Draft:
-    """`draft` to decode with: the same parameters, but for copies of those of its attention that are joined."""
+    """`draft` to decode with, a block at a time: the same parameters, but for copies of those of its attention that are joined. What is
+    changed in `draft` afterwards, the copies do not follow."""
     served = draft_with(draft.config, draft.state_dict())
     for layer in served._layers():
         if isinstance(layer.self_attn, Attention):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pipeline.draft.attention import Attend
 from pipeline.draft.matmul import ONEDNN, times_transposed
-from pipeline.draft.model import Draft, joined
+from pipeline.draft.model import Draft
 
 
 class Serving:
@@ -21,7 +21,7 @@ class Serving:
     def __init__(self, draft: Draft, max_tokens: int, texts: int = 1) -> None:
         config, weight = draft.config, draft.fc.weight
         rows = (texts, config.num_key_value_heads, max_tokens + config.block_size)
-        self._draft = joined(draft)
+        self._draft = draft
         # Zeros, since rows that are not seen are still multiplied by 0.
         self._kept = [
             (weight.new_zeros(*rows, config.key_size), weight.new_zeros(*rows, config.value_size)) for _ in range(config.num_hidden_layers)

@@ -20,6 +20,7 @@ PACKAGES = (
     "torch",
     "transformers",
     "zarr",
+    "zstandard",
 )
 
 

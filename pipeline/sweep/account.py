@@ -19,7 +19,7 @@ class Account:
     """Written every so often, so that a kill loses little of it; at the end by `write`.
 
     seconds: wall time; read_seconds: in reading and unpacking, all threads together; waited_seconds: for readings that were not there
-    yet; own_seconds: by trial, its steps and validations; bytes_read: of packed chunks; tokens_fed: by trial, what it trained on and
+    yet; own_seconds: by trial, its steps and validations; bytes_read: packed; tokens_fed: by trial, what it trained on and
     was validated with.
     """
 

@@ -95,7 +95,7 @@ class Group:
         self.account.write(self.feed.waited_seconds, self._times())
         waited, fed = self.feed.waited_seconds, sum(self.account.fed.values())
         read = self.account.reading
-        told = "read %.1f MB of packed chunks once: %d tokens for %d fed to the drafts; %.1f s waiting"
+        told = "read %.1f MB, packed, once: %d tokens for %d fed to the drafts; %.1f s waiting"
         log.info(told, read.bytes_read / 1e6, read.tokens, fed, waited)
 
     def _step(self) -> None:

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from pipeline.config.schema import Config
 from pipeline.draft.export import load_draft
+from pipeline.draft.model import joined
 from pipeline.draft.serving import Serving
 from pipeline.draft.slots import embed_blocks, likeliest
 from pipeline.errors import PipelineError
@@ -33,7 +34,7 @@ def draft_seconds(export: Path, bundle: TargetBundle, device: torch.device) -> f
     None for a draft that is not served this way.
     """
     try:
-        draft = load_draft(export).to(device)
+        draft = joined(load_draft(export).to(device))
     except PipelineError as error:
         log.warning("%s is not timed: %s", export, error)
         return None

@@ -9,7 +9,7 @@ import torch
 from pipeline.config.schema import Config
 from pipeline.corpus.chat import load_tokenizer
 from pipeline.decode.speculative import check_rewindable, speculative_decode
-from pipeline.draft.model import Draft
+from pipeline.draft.model import Draft, joined
 from pipeline.errors import ConfigError
 from pipeline.records import TargetBundle
 from pipeline.runtime.ranks import Ranks
@@ -71,7 +71,7 @@ class ShortDecoding:
     def measure(self, draft: Draft, asked: Sequence[int] = ()) -> dict[str, float] | None:
         """val_served_accept_len of `draft` in the target's dtype: Σ tokens / Σ steps over all prompts. Every rank must call it; `asked` as
         in `validate`."""
-        copy = served_copy(draft, self.target.dtype)
+        copy = joined(served_copy(draft, self.target.dtype))
         sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
         for prompt in self.prompts:
             if given_up(asked, self.ranks):

@@ -26,7 +26,7 @@ from pipeline.corpus.turns import Template
 from pipeline.decode.sampling import Request, sampler_for, speculative_sample
 from pipeline.decode.speculative import check_rewindable, greedy_decode, speculative_decode
 from pipeline.draft.export import load_draft
-from pipeline.draft.model import Draft
+from pipeline.draft.model import Draft, joined
 from pipeline.errors import CorpusError
 from pipeline.records import TargetBundle, TokenSample
 from pipeline.report.plots import plot_served
@@ -158,7 +158,7 @@ def load_pair(config: Config, ranks: Ranks) -> Pair:
     check_rewindable(target.model)
     return Pair(
         target=target,
-        draft=draft.to(target.device, target.dtype).eval(),
+        draft=joined(draft.to(target.device, target.dtype)),
         bundle=bundle_of(target).to(target.device, target.dtype),
         stop_ids=stop_tokens(target.model, load_tokenizer(section)),
         max_new_tokens=config.evaluate.max_new_tokens,

@@ -4,12 +4,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from pipeline.cache.codec import encode_chunk, pack_index, unpack_index
-from pipeline.cache.frames import FrameTable, pack_table
+from pipeline.cache.frames import FrameTable, crc_bytes, pack_table
 from pipeline.cache.layout import CHUNK_TOKENS, ArraySpec, array_data, shard_folder
+from pipeline.cache.openfiles import ArrayFile
 from pipeline.cache.reader import Cache
 from pipeline.cache.verify import verify
 from pipeline.errors import CacheCorruptError
@@ -48,6 +51,19 @@ def test_samples_come_back_from_their_frames(cache: Path) -> None:
         cut = opened.read(number, (4,), max_tokens=33)
         assert caches.same_bits(cut.hidden[4], expected.hidden[4][:33])
     assert verify(cache, full=True) == []
+
+
+def test_a_file_of_an_earlier_version_has_one_frame_a_chunk_and_no_table(cache: Path, tmp_path: Path) -> None:
+    now = ArrayFile(layer_4(cache), Cache.open(cache).manifest.spec("layer_4"), sum(LENGTHS), layer_4(cache).stat().st_size)
+    chunks = [pa.Codec("zstd", compression_level=1).compress(now.decode(chunk).tobytes(), asbytes=True) for chunk in range(len(now))]
+    stored = [chunk + crc_bytes(google_crc32c.value(chunk)) for chunk in chunks]
+    data = b"".join((*stored, pack_index([len(chunk) for chunk in stored])))
+    (tmp_path / "old").write_bytes(data)
+    old = ArrayFile(tmp_path / "old", now.spec, sum(LENGTHS), len(data))
+    assert not any(part.runs for part in old.parts(0, sum(LENGTHS)))
+    assert all(part.runs for part in now.parts(0, sum(LENGTHS)))
+    for chunk in range(len(now)):
+        assert np.array_equal(old.decode(chunk), now.decode(chunk))
 
 
 def test_a_short_sample_reads_its_frames_alone(cache: Path) -> None:

@@ -16,6 +16,7 @@ from pipeline.draft import attention, groups, head
 from pipeline.draft.head import cross_entropy, head_losses
 from pipeline.draft.loss import block_ids, block_labels, embed_blocks, objective
 from pipeline.draft.model import Draft
+from pipeline.draft.slots import likeliest
 from pipeline.errors import DraftError
 from pipeline.records import DraftBatch, TargetBundle
 from tests.support.drafts import any_batch, lively_draft, small_config
@@ -245,6 +246,8 @@ def test_the_largest_of_many_is_the_first_of_equals(vocab: int) -> None:
     assert torch.equal(top, logits.amax(dim=1))
     assert torch.equal(place, logits.argmax(dim=1))
     assert head.largest(logits[:0])[1].shape == (0,)
+    blocks = logits.view(8, 5, vocab)[:, 1:]
+    assert torch.equal(likeliest(blocks), blocks.argmax(dim=-1))
 
 
 def test_labels_stay_inside_the_anchors_document() -> None:
