@@ -69,7 +69,7 @@ def hidden_bytes(manifest: Manifest, shard_tokens: Sequence[int], chunks: Mappin
 
 
 def raw_hidden_bytes(manifest: Manifest, shard_tokens: Sequence[int]) -> int:
-    """As `hidden_bytes` with the codec `raw`, exactly. No codec takes more of states; of mere noise `lossless` takes some bytes a frame more."""
+    """As `hidden_bytes` with the codec `raw`, exactly. No codec takes more of states (of noise, `lossless` does: some bytes a frame)."""
     raw = manifest.model_copy(update={"codec": "raw"})
     chunk = {name: ChunkBytes(raw.spec(name).chunk_bytes + 4.0, raw.spec(name).chunk_bytes + 4.0) for name in raw.arrays}
     return round(hidden_bytes(raw, shard_tokens, chunk))
