@@ -42,13 +42,12 @@ class FrameTable:
     def __init__(self, data: bytes, chunks: NDArray[np.uint64], spec: ArraySpec, where: str) -> None:
         """`chunks`: (offset, bytes) of every one. Raises `CacheCorruptError` unless the table is intact and its frames fill them."""
         body, crc = data[:-CRC_BYTES], data[-CRC_BYTES:]
-        if crc_bytes(google_crc32c.value(body)) != crc:
-            raise CacheCorruptError(f"{where}: the checksum of its table of frames is wrong. Capture the shard again.")
-        fits = len(body) == 8 * spec.frames * len(chunks)
-        frames = np.frombuffer(body if fits else b"", "<u4").reshape(-1, spec.frames, 2)
+        if len(data) != table_bytes(spec, len(chunks)) or crc_bytes(google_crc32c.value(body)) != crc:
+            raise CacheCorruptError(f"{where}: its table of frames was altered. Capture the shard again.")
+        frames = np.frombuffer(body, "<u4").reshape(-1, spec.frames, 2)
         offset, size = chunks.astype(np.int64).T
-        ends = offset[: len(frames), None] + frames[:, :, 0].cumsum(axis=1, dtype=np.int64)
-        if not fits or (ends[:, -1] + CRC_BYTES != offset + size).any():
+        ends = offset[:, None] + frames[:, :, 0].cumsum(axis=1, dtype=np.int64)
+        if (ends[:, -1] + CRC_BYTES != offset + size).any():
             raise CacheCorruptError(f"{where}: its table of frames does not fit its chunks. Capture the shard again.")
         self._spec = spec
         self._offsets = np.concatenate((offset[:, None], ends), axis=1)

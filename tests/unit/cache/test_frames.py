@@ -117,5 +117,5 @@ def test_a_table_that_does_not_fit_is_an_error() -> None:
     longer, other = chunk.frames.copy(), ArraySpec("layer_1", WIDTH, "float32", "lossless")
     longer[3, 0] += 1
     for data, expected in ((table[:-1], spec), (b"", spec), (table, other), (pack_table([longer], spec), spec)):
-        with pytest.raises(CacheCorruptError, match=r"file X: (its table of frames|the checksum of its table)"):
+        with pytest.raises(CacheCorruptError, match="file X: its table of frames"):
             FrameTable(data, entries, expected, "file X")
