@@ -43,8 +43,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x [..., K] times the transpose of `weight` [N, K], plus `bias` [N]: `F.linear`, with its gradients."""
     plain = torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling() or type(weight) not in (torch.Tensor, nn.Parameter)
     if plain or not _is_quicker(x, weight):
-        if x.ndim < 3:
-            return F.linear(x, weight, bias)
         # By rows: a slice of a single text has strides that torch takes for a batch's, and it would copy the weight for each of them.
         return F.linear(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
     if not torch.is_grad_enabled():

@@ -14,8 +14,8 @@ from pipeline.draft.model import Draft
 class Serving:
     """Keys and values of a growing context, by layer, in buffers made once for `max_tokens` context rows and one block.
 
-    Several texts may grow side by side, each to a length of its own. A row of a buffer stands at its token's position, so nothing
-    has to be taken back: what is not committed is not seen, and written over by whatever comes next.
+    Quickest with a draft that is `joined`. Several texts may grow side by side, each to a length of its own. A row of a buffer stands at
+    its token's position, so nothing has to be taken back: what is not committed is not seen, and written over by whatever comes next.
     """
 
     def __init__(self, draft: Draft, max_tokens: int, texts: int = 1) -> None:
