@@ -117,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("step")
     command.set_defaults(call=step)
     _add_shape(command, seq=2048, anchors=256, block=16, layers=3, hidden=576, vocab=49152)
-    command.add_argument("--peer", choices=("nemo-automodel", "specforge"), help="an opponent to time in turns with this step")
+    command.add_argument(
+        "--peer", choices=("nemo-automodel", "specforge", "fp32"), help="what to time in turns with this step; fp32: itself"
+    )
     command.add_argument("--peer-script", type=Path, help="what times the opponent")
     command.add_argument("--peer-packages", type=Path, help="folder of the opponent's packages, where they are not installed")
     _add_timing(command, 3)

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,9 @@ from pipeline.report.tables import table
 
 PEERS = {"nemo-automodel": "automodel", "specforge": "specforge"}
 """Opponents, and what the script that times them calls them."""
+
+FP32 = "fp32"
+"""The opponent that is this step itself, in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +58,20 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An opponent: its name, the script that times it, and the folder that its packages lie in, where it is not installed."""
+    """An opponent: its name, the script that times it (`FP32` has none), and the folder of its packages, where it is not installed."""
 
     name: str
-    script: Path
+    script: Path | None = None
     packages: Path | None = None
 
 
 def bench_step(settings: StepSettings, rounds: int, peer: Peer | None = None) -> dict[str, Any]:
-    """Median and range of `rounds` timed steps, each the second one of its process. Raises `BenchError` where a process fails."""
-    if peer is not None and settings.dtype != "fp32":
-        raise BenchError(f"{peer.name} is timed in fp32 only; leave --peer or --dtype {settings.dtype} out.")
+    """Median and range of `rounds` timed steps, each the second one of its process.
+
+    Raises `BenchError` where a process fails, or the peer cannot be timed on this work.
+    """
+    if peer is not None:
+        _check_peer(peer, settings)
     ours, theirs = [], []
     for _ in range(rounds):
         ours.append(_run_ours("step", settings))
@@ -117,6 +123,20 @@ def _run_ours(what: Literal["step", "floor"], settings: StepSettings) -> dict[st
     return found
 
 
+def _check_peer(peer: Peer, settings: StepSettings) -> None:
+    if peer.name == FP32:
+        if settings.dtype == "fp32":
+            raise BenchError("this step is in fp32 itself; to compare them, add --dtype bf16-mixed.")
+        return
+    if peer.script is None:
+        raise BenchError(f"what times {peer.name} was not named; add --peer-script FILE.")
+    if settings.dtype != "fp32":
+        raise BenchError(f"{peer.name} is timed in fp32 only; leave --peer or --dtype {settings.dtype} out.")
+    geometry = StepSettings(hidden=settings.hidden)
+    if (settings.heads, settings.kv_heads, settings.head_dim) != (9, 3, 64) or settings.mlp_width != geometry.mlp_width:
+        raise BenchError(f"{peer.name} is timed with 9 heads, 3 KV heads and 64 channels a head only; leave these options out.")
+
+
 # The script asks for two threads and for clock time. What was asked for here is put in their place.
 _PEER_PROGRAM = """
 import runpy, sys, time, torch
@@ -131,9 +151,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def _run_peer(peer: Peer, settings: StepSettings) -> dict[str, float]:
     """One timed step: the second, as of ours."""
-    geometry = StepSettings(hidden=settings.hidden)
-    if (settings.heads, settings.kv_heads, settings.head_dim) != (9, 3, 64) or settings.mlp_width != geometry.mlp_width:
-        raise BenchError(f"{peer.name} is timed with 9 heads, 3 KV heads and 64 channels a head only; leave these options out.")
+    if peer.name == FP32:
+        return _run_ours("step", replace(settings, dtype="fp32"))
     shape = (settings.seq, settings.anchors, settings.block, settings.layers, settings.hidden, settings.vocab, 1)
     head = [sys.executable, "-c", _PEER_PROGRAM, str(settings.threads), settings.clock, str(peer.script), PEERS[peer.name]]
     printed = _run([*head, *map(str, shape)], settings, peer.packages)

@@ -63,4 +63,29 @@ def test_the_stage_ends_with_one_json_object(tmp_path: Path, capsys: pytest.Capt
     script.write_text("raise SystemExit('not installed')")
     assert main(["step", *TOY_OPTIONS, *options]) == 2
     assert "not installed" in capsys.readouterr().err
-    assert main(["step", *TOY_OPTIONS, *options, "--dtype", "bf16-mixed"]) == 2
+
+
+@pytest.mark.slow
+def test_half_precision_beside_fp32(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["step", *TOY_OPTIONS, "--rounds", "1", "--dtype", "bf16-mixed", "--peer", "fp32"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert found["settings"]["dtype"] == "bf16-mixed"
+    assert found["peer"]["name"] == "fp32"
+    assert found["speedup"] == pytest.approx(found["peer"]["seconds"] / found["seconds"])
+    # The same step, but rounded: near in its loss, and not the same process twice.
+    assert found["loss"] != found["peer"]["loss"] == pytest.approx(found["loss"], rel=0.01)
+    assert any(line.startswith("fp32") for line in text)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--peer", "fp32"], "is in fp32 itself"),
+        (["--peer", "specforge"], "add --peer-script"),
+        (["--peer", "specforge", "--peer-script", "x.py", "--dtype", "bf16-mixed"], "in fp32 only"),
+    ],
+)
+def test_a_peer_that_cannot_be_timed(options: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["step", *TOY_OPTIONS, *options]) == 2
+    assert reason in capsys.readouterr().err
