@@ -68,7 +68,7 @@ def bench_capture(config: Config, ranks: Ranks, max_tokens: int, rounds: int, cl
         batches = [batch for shard in taken for batch in work.batches(shard)]
         ids = [torch.from_numpy(_padded(batch)).to(target.device) for batch in batches]
         ways = {"capture": _captures(work, target, taken), "bare": _forwards(target, ids), "naive": _whole_forwards(whole, ids)}
-        seconds = in_turns(ways, rounds, clock)
+        seconds = in_turns(ways, rounds, clock, lambda name: shutil.rmtree(folder, ignore_errors=True))
     tokens = sum(sample.num_tokens for batch in batches for sample in batch)
     return {
         "settings": {
@@ -115,10 +115,9 @@ def _padded(samples: Sequence[TokenSample]) -> np.ndarray:
 
 
 def _captures(work: Work, target: Target, shards: Sequence[int]) -> Callable[[], None]:
-    """A new cache each time, left for the next one to remove."""
+    """A cache in a folder that is not there yet."""
 
     def capture() -> None:
-        shutil.rmtree(work.cache, ignore_errors=True)
         work.cache.mkdir()
         create_or_compare(work.cache, work.manifest)
         with Progress(1, "tokens", "capturing", False) as progress:

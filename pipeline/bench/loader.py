@@ -33,7 +33,6 @@ KINDS = {
     "raw": "raw_samples_per_second",
     "torch.save": "torch_load_samples_per_second",
 }
-COLD = ("lossless", "raw", "torch.save")
 
 
 def bench_loader(path: Path, max_bytes: int, threads: int, rounds: int, clock: Clock) -> dict[str, Any]:
@@ -67,11 +66,7 @@ def bench_loader(path: Path, max_bytes: int, threads: int, rounds: int, clock: C
         }
         warm = in_turns(ways, rounds, clock)
         folders = {"lossless": folder / "lossless", "raw": folder / "raw", "torch.save": folder / "saved"}
-        cold: dict[str, list[float]] = {kind: [] for kind in COLD}
-        for _ in range(rounds):
-            for kind in COLD:
-                drop_page_cache(folders[kind])
-                cold[kind] += in_turns({kind: ways[kind]}, 1, "wall", warm=False)[kind]
+        cold = in_turns({kind: ways[kind] for kind in folders}, rounds, "wall", lambda kind: drop_page_cache(folders[kind]))
     found: dict[str, Any] = {
         "settings": {
             "cache": str(path),
@@ -87,7 +82,7 @@ def bench_loader(path: Path, max_bytes: int, threads: int, rounds: int, clock: C
     }
     for kind, key in KINDS.items():
         found |= rate(key, len(samples), warm[kind])
-        if kind in COLD:
+        if kind in cold:
             found |= rate(f"cold_{key}", len(samples), cold[kind])
     return found
 
@@ -97,7 +92,7 @@ def as_text(found: dict[str, Any]) -> str:
     rows = []
     for kind, key in KINDS.items():
         row = [kind, *(round(value) for value in (found[key], *found[f"{key}_range"]))]
-        rows.append([*row, round(found[f"cold_{key}"]) if kind in COLD else ""])
+        rows.append([*row, round(found[f"cold_{key}"]) if f"cold_{key}" in found else ""])
     settings = found["settings"]
     return (
         f"{found['samples']} samples, {found['tokens']:,} tokens, layers {settings['layers']}, {settings['hidden_size']} wide, "

@@ -15,16 +15,22 @@ def now(clock: Clock) -> float:
     return time.process_time() if clock == "cpu" else time.perf_counter()
 
 
-def in_turns(ways: Mapping[str, Callable[[], None]], rounds: int, clock: Clock, warm: bool = True) -> dict[str, list[float]]:
-    """Seconds of every call of `ways`, by name: `rounds` each, in an order that turns, after a call of each that does not count."""
-    if warm:
-        for call in ways.values():
-            call()
+def in_turns(
+    ways: Mapping[str, Callable[[], None]], rounds: int, clock: Clock, before: Callable[[str], None] = lambda name: None
+) -> dict[str, list[float]]:
+    """Seconds of every call of `ways`, by name: `rounds` each, in an order that turns, after a call of each that does not count.
+
+    `before` makes ready for a call, which is not timed.
+    """
+    for name, call in ways.items():
+        before(name)
+        call()
     found: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for turn in range(rounds):
         start = turn % len(names)
         for name in names[start:] + names[:start]:
+            before(name)
             begin = now(clock)
             ways[name]()
             found[name].append(now(clock) - begin)
