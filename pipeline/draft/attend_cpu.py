@@ -24,8 +24,8 @@ from pipeline.draft.matmul import times_transposed
 # Context rows of a product are multiples of the one, for oneDNN makes a program for every shape that it meets, and at most the other, so
 # that scores stay in the cache between products.
 ROUND_KEYS, MOST_KEYS = 64, 1024
-# Of the e of one layer and group of blocks, how many are kept: 128 MiB.
-KEPT = 1 << 25
+# Of the e of one layer and group of blocks, how many are kept: 256 MiB.
+KEPT = 1 << 26
 # Σ 2^(s - r) may not be larger.
 LARGEST_SUM = 2.0**64
 
@@ -85,7 +85,7 @@ class _CpuTiles(torch.autograd.Function):
         d_query = (d_scores @ parts.by_block(parts.key)).flatten(2, 3)
         d_key = (d_scores.mT @ parts.by_block(parts.query)).flatten(2, 3)
         # The context, tile by tile.
-        d_context_key, d_context_value = torch.zeros_like(parts.context_key), torch.zeros_like(parts.context_value)
+        d_context_key, d_context_value = (x.new_zeros(x.shape, dtype=parts.query.dtype) for x in (context_key, context_value))
         keys = parts.context_key.mT.to(query.dtype).contiguous()
         d_query_of_context = torch.zeros_like(parts.query.mT, memory_format=torch.contiguous_format)
         # What is summed up over queries or rows is multiplied in the dtype of the inputs, as torch's own kernels do.
@@ -127,10 +127,11 @@ class _Parts:
     ) -> None:
         self.group, self.scale, self.tiles = query.shape[3], query.shape[4] ** -0.5, tiles
         self.query = (_wide(query) * (self.scale * math.log2(math.e))).flatten(2, 3).contiguous()
-        self.key, self.value, self.context_key, self.context_value = (
-            _wide(x).contiguous() for x in (key, value, context_key, context_value)
-        )
-        self.block_size = tiles[0].block_size
+        self.key, self.value = _wide(key).contiguous(), _wide(value).contiguous()
+        self.block_size, self.context_rows = tiles[0].block_size, context_key.shape[2]
+        # What has to be copied of the context ends with the last row that any tile reads.
+        last = max((rows.stop for _, (_, _, rows), _ in self.places()), default=0)
+        self.context_key, self.context_value = _wide(context_key[:, :, :last]), _wide(context_value[:, :, :last])
 
     def by_block(self, x: torch.Tensor) -> torch.Tensor:
         """[R, Hkv, N·n, ·] as [R, Hkv, N, n, ·]."""
@@ -150,7 +151,7 @@ class _Parts:
             queries = slice(tile.slots[0] * self.group, tile.slots[1] * self.group)
             for first in range(*tile.context, MOST_KEYS):
                 size = min(MOST_KEYS, -(-(tile.context[1] - first) // ROUND_KEYS) * ROUND_KEYS)
-                rows = slice(first, min(first + size, self.context_key.shape[2]))
+                rows = slice(first, min(first + size, self.context_rows))
                 for head in range(self.key.shape[1]):
                     yield (tile.row, head, queries), (tile.row, head, rows), tile
 
@@ -162,7 +163,9 @@ class _Parts:
     def context_sums(self, reference: torch.Tensor, room: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Σ 2^(scores - reference)·value over the context, and below it Σ 2^(scores - reference): [R, Hkv, Dv + 1, Q]; and the powers of
         the first `places`, as many as have room."""
-        values = torch.cat((self.context_value, torch.ones_like(self.context_value[..., :1])), dim=-1).mT.contiguous()
+        rows, heads, count, channels = self.context_value.shape
+        values = self.context_value.new_ones(rows, heads, channels + 1, count)
+        values[..., :-1, :] = self.context_value.mT
         sums: torch.Tensor = self.query.new_zeros(*values.shape[:3], self.query.shape[2])
         kept = []
         for queries, seen, tile in self.places():

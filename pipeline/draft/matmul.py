@@ -79,7 +79,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
+        rows, d_weight = grad.flatten(0, -2), None
         d_x = _onednn(grad, weight.T) if wants_x else None
-        d_weight = _onednn(rows.T, x.flatten(0, -2).T) if wants_weight else None
+        if wants_weight:
+            # Turned round, the left factor is copied; so let it be the smaller one.
+            left, right = rows.T, x.flatten(0, -2).T
+            d_weight = _onednn(left, right) if len(left) <= len(right) else _onednn(right, left).T
         return d_x, d_weight, rows.sum(0) if wants_bias else None

@@ -91,7 +91,7 @@ class Draft(nn.Module):
             pairs = list(zip(rows_of[::2], rows_of[1::2], strict=True))
             return scorer(self._hidden(_part(batch, place), block_embeddings[place], pairs), place)
 
-        flat = [tensor for pair in context for tensor in pair]
+        flat = [tensor.contiguous() for pair in context for tensor in pair]  # once, for all groups
         return sum_over(places(batch.block_valid, self.config.block_size), score_group, flat, list(self.parameters()))
 
     def _hidden(self, batch: DraftBatch, block_embeddings: torch.Tensor, context: Context) -> torch.Tensor:
