@@ -168,9 +168,12 @@ class _Head(torch.autograd.Function):
         # In bfloat16 products of few rows are slow; what is done with them in fp32 is quicker on few, which stay in the cache.
         at_once, of_them = (3 * most, -(-most // 2)) if narrow else (most, most)
         wide = torch.empty(min(of_them, count) if narrow else 0, head.shape[0], device=hidden.device)
+        # Memory that is new to the process costs a third of such a product: all chunks have the same.
+        room = head.new_empty(min(at_once, count) if narrow else 0, head.shape[0])
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in _slices(0, count, at_once):
-                products = times_transposed(hidden[chunk].to(dtype), head)
+                some = hidden[chunk].to(dtype)
+                products = torch.mm(some, head.T, out=room[: len(some)]) if narrow else times_transposed(some, head)
                 for rows in _slices(chunk.start, chunk.stop, of_them):
                     part = products[rows.start - chunk.start : rows.stop - chunk.start]
                     logits = _scaled(wide[: len(part)].copy_(part) if narrow else part, bundle)
