@@ -113,12 +113,14 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(call=codecs)
     command.add_argument("config", help="of a training run")
     command.add_argument("overrides", nargs="*", metavar="a.b=value")
-    command.add_argument("--seeds", type=int, default=5, help="drafts a codec; default: 5")
+    command.add_argument("--seeds", type=_count, default=5, help="drafts a codec; default: 5")
     command = commands.add_parser("step")
     command.set_defaults(call=step)
     _add_shape(command, seq=2048, anchors=256, block=16, layers=3, hidden=576, vocab=49152)
     command.add_argument(
-        "--peer", choices=("nemo-automodel", "specforge", "fp32"), help="what to time in turns with this step; fp32: itself"
+        "--peer",
+        choices=("nemo-automodel", "specforge", "fp32"),
+        help="what to time in turns with this step; fp32: itself, beside --dtype bf16-mixed",
     )
     command.add_argument("--peer-script", type=Path, help="what times the opponent")
     command.add_argument("--peer-packages", type=Path, help="folder of the opponent's packages, where they are not installed")
@@ -154,7 +156,7 @@ def _add_gpu(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batches", type=int, default=8, help="of capture; default: 8")
     command.add_argument("--rows", type=int, default=8, help="samples of a batch; default: 8")
     command.add_argument("--tokens", type=int, default=2048, help="tokens of a sample; default: 2048")
-    command.add_argument("--rounds", type=int, default=5, help="repeats; default: 5")
+    command.add_argument("--rounds", type=_count, default=5, help="repeats; default: 5")
 
 
 def _add_shape(command: argparse.ArgumentParser, **sizes: int) -> None:
@@ -163,12 +165,18 @@ def _add_shape(command: argparse.ArgumentParser, **sizes: int) -> None:
     command.add_argument("--dtype", choices=("fp32", "bf16-mixed"), default="fp32")
 
 
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def _add_timing(command: argparse.ArgumentParser, rounds: int) -> None:
-    command.add_argument("--threads", type=int, default=2, help="cores to use; default: 2")
+    command.add_argument("--threads", type=_count, default=2, help="cores to use; default: 2")
     command.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, for a machine that does other things"
     )
-    command.add_argument("--rounds", type=int, default=rounds, help=f"repeats; default: {rounds}")
+    command.add_argument("--rounds", type=_count, default=rounds, help=f"repeats; default: {rounds}")
 
 
 def main(argv: Sequence[str]) -> int:

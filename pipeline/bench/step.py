@@ -125,6 +125,8 @@ def _run_ours(what: Literal["step", "floor"], settings: StepSettings) -> dict[st
 
 def _check_peer(peer: Peer, settings: StepSettings) -> None:
     if peer.name == FP32:
+        if peer.script is not None or peer.packages is not None:
+            raise BenchError("fp32 is this step itself; leave --peer-script and --peer-packages out.")
         if settings.dtype == "fp32":
             raise BenchError("this step is in fp32 itself; to compare them, add --dtype bf16-mixed.")
         return

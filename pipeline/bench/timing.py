@@ -20,7 +20,7 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Seconds of every call of `ways`, by name: `rounds` each, in an order that turns, after a call of each that does not count.
 
-    `before` makes ready for a call, which is not timed.
+    `before(name)` runs ahead of every call and is not timed.
     """
     for name, call in ways.items():
         before(name)

@@ -58,21 +58,23 @@ class _CpuTiles(torch.autograd.Function):
         sums, kept = parts.context_sums(reference, room)
         if not bool((sums[..., -1, :] < LARGEST_SUM).all()):
             reference = torch.maximum(reference, parts.context_maxima())
+            kept.clear()
             sums, kept = parts.context_sums(reference, room)
         own = scores.sub_(reference.unsqueeze(-1)).exp2_()
         total = sums[..., -1, :] + own.sum(dim=-1)
         out = sums[..., :-1, :].mT + (parts.by_block(own) @ parts.by_block(parts.value)).flatten(2, 3)
         out /= total.unsqueeze(-1)
-        ctx.save_for_backward(query, key, value, context_key, context_value, out, total, reference)
-        ctx.tiles, ctx.kept = tiles, kept
+        # All of it by `save_for_backward`, which activation checkpointing listens to.
+        ctx.save_for_backward(query, key, value, context_key, context_value, out, total, reference, *kept)
+        ctx.tiles = tiles
         return out.view(*query.shape[:-1], -1).to(query.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, context_key, context_value, out, total, reference = ctx.saved_tensors
-        inputs, kept = (query, key, value, context_key, context_value), ctx.kept
-        parts, ctx.kept = _Parts(*inputs, ctx.tiles), []
+        query, key, value, context_key, context_value, out, total, reference, *kept = ctx.saved_tensors
+        inputs = (query, key, value, context_key, context_value)
+        parts = _Parts(*inputs, ctx.tiles)
         # With shares e / Σ e, all that is formed of shares and gradients is formed of e and gradients / Σ e.
         # Contiguous, for a gradient may come in the layout of the output, at which oneDNN takes a thousand times as long.
         grad = (_wide(grad).flatten(2, 3) / total.unsqueeze(-1)).contiguous()
@@ -114,7 +116,7 @@ _Place = tuple[int, int, slice]
 
 
 class _Parts:
-    """The inputs as the products want them: `query` [R, Hkv, Q, D] with Q = N·B·G, times log2(e) / sqrt(D); the others as they came."""
+    """The inputs as the products want them: `query` [R, Hkv, Q, D], Q = N·B·G, times log2(e) / sqrt(D); context rows that tiles read."""
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ class _Linear(torch.autograd.Function):
         rows, d_weight = grad.flatten(0, -2), None
         d_x = _onednn(grad, weight.T) if wants_x else None
         if wants_weight:
-            # Turned round, the left factor is copied; so let it be the smaller one.
+            # The left factor is copied, turned round: let it be the smaller one. The gradient may so be a transposed view.
             left, right = rows.T, x.flatten(0, -2).T
             d_weight = _onednn(left, right) if len(left) <= len(right) else _onednn(right, left).T
         return d_x, d_weight, rows.sum(0) if wants_bias else None

@@ -82,6 +82,7 @@ class Draft(nn.Module):
         """
         seen = last_context_row(batch)
         context = self.context(batch.features[:, :seen], batch.position_ids[:, :seen])
+        context = [(key.contiguous(), value.contiguous()) for key, value in context]  # once, for all tiles of all groups
         if score is None:
             return self._hidden(batch, block_embeddings, context)
         scorer = score
@@ -91,7 +92,7 @@ class Draft(nn.Module):
             pairs = list(zip(rows_of[::2], rows_of[1::2], strict=True))
             return scorer(self._hidden(_part(batch, place), block_embeddings[place], pairs), place)
 
-        flat = [tensor.contiguous() for pair in context for tensor in pair]  # once, for all groups
+        flat = [tensor for pair in context for tensor in pair]
         return sum_over(places(batch.block_valid, self.config.block_size), score_group, flat, list(self.parameters()))
 
     def _hidden(self, batch: DraftBatch, block_embeddings: torch.Tensor, context: Context) -> torch.Tensor:

@@ -82,6 +82,7 @@ def test_half_precision_beside_fp32(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "reason"),
     [
         (["--peer", "fp32"], "is in fp32 itself"),
+        (["--peer", "fp32", "--dtype", "bf16-mixed", "--peer-script", "x.py"], "leave --peer-script"),
         (["--peer", "specforge"], "add --peer-script"),
         (["--peer", "specforge", "--peer-script", "x.py", "--dtype", "bf16-mixed"], "in fp32 only"),
     ],
@@ -89,3 +90,9 @@ def test_half_precision_beside_fp32(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_peer_that_cannot_be_timed(options: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["step", *TOY_OPTIONS, *options]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_no_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["step", *TOY_OPTIONS, "--rounds", "0"])
+    assert "at least 1" in capsys.readouterr().err

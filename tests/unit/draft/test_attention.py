@@ -101,6 +101,28 @@ def test_tiles_agree_with_the_dense_mask(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
 
 
+def test_all_that_is_kept_for_the_gradient_can_be_checkpointed() -> None:
+    """Activation checkpointing frees what goes through torch's hooks for saved tensors, and nothing else."""
+    batch = any_batch(3, small_config(block_size=4), rows=1, tokens=600, blocks=20)
+    plan = plan_tiles(batch, 4, {None}, 2)
+    query = torch.randn(1, 1, 80, 2, 8, requires_grad=True)
+    key, value, context_key, context_value = (torch.randn(1, 1, count, 8) for count in (80, 80, 600, 600))
+    pairs = 2 * int(visible(batch, 4, None)[..., :600].sum())
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = attend(query, key, value, (context_key, context_value), plan.tiles[None])
+    assert sum(saved) > pairs > 10 * query.numel()
+    assert not hasattr(out.grad_fn, "kept")
+    # Also a second time: nothing is used up.
+    first, second = (torch.autograd.grad(out.sum(), query, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
 def test_long_contexts_cross_the_kernels_passes() -> None:
     """Masks and sums must hold across the rows that are taken at once, in float32 and bfloat16, and for very large scores."""
     config = small_config(block_size=4)

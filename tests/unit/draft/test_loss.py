@@ -213,6 +213,19 @@ def test_autocast_keeps_softmax_and_sums_in_float32(scales: str, monkeypatch: py
     assert float(F.cosine_similarity(ours, theirs, dim=0)) > 0.99
 
 
+@pytest.mark.parametrize("rows", [0, 1, 6, 23])
+def test_chunks_in_bfloat16_have_each_their_own_logits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 2 * 30)  # of these rows, six at once
+    bundle, generator = bundle_of(), torch.Generator().manual_seed(3)
+    hidden, labels = torch.randn(rows, 12, generator=generator, requires_grad=True), torch.arange(rows) % 30
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = head_losses(hidden, cross_entropy(labels), bundle).loss
+    exact = F.cross_entropy(hidden @ bundle.head.T, labels, reduction="none")
+    torch.testing.assert_close(losses, exact, rtol=0.02, atol=0.05)
+    (ours,), (theirs,) = (torch.autograd.grad(loss.sum(), hidden) for loss in (losses, exact))
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.05)
+
+
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the number of elements of the largest tensor that any operation makes."""
 

@@ -14,13 +14,14 @@ needs_onednn = pytest.mark.skipif(matmul._onednn_linear is None, reason="this to
 @pytest.mark.parametrize("quicker", [True, False])
 @pytest.mark.parametrize("rows", [0, 1, matmul.FEW_ROWS, 70])
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear(quicker: bool, rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("wide", "out_wide"), [(9, 17), (17, 9)])
+def test_linear(quicker: bool, rows: int, bias: bool, wide: int, out_wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "ONEDNN", quicker)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 9, rows, generator=generator).transpose(1, 2).requires_grad_()  # not contiguous
-    weight = torch.randn(17, 9, generator=generator).requires_grad_()
-    inputs = [x, weight, *([torch.randn(17, generator=generator).requires_grad_()] if bias else [])]
-    by = torch.randn(2, rows, 17, generator=generator)
+    x = torch.randn(2, wide, rows, generator=generator).transpose(1, 2).requires_grad_()  # not contiguous
+    weight = torch.randn(out_wide, wide, generator=generator).requires_grad_()
+    inputs = [x, weight, *([torch.randn(out_wide, generator=generator).requires_grad_()] if bias else [])]
+    by = torch.randn(2, rows, out_wide, generator=generator)
     found, expected = linear(*inputs), F.linear(*inputs)
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(*(torch.autograd.grad((out * by).sum(), inputs) for out in (found, expected)), strict=True):
