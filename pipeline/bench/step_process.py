@@ -9,6 +9,7 @@ import torch
 
 from pipeline.bench.step import StepSettings
 from pipeline.bench.workload import build, floor_seconds, now
+from pipeline.runtime.heap import keep_freed_memory
 
 
 def measure_step(settings: StepSettings) -> dict[str, float]:
@@ -31,6 +32,7 @@ def peak_mib() -> float:
 
 def main(what: str, settings: StepSettings) -> None:
     torch.set_num_threads(settings.threads)
+    keep_freed_memory()  # as every rank does
     if what == "step":
         found = measure_step(settings)
     else:

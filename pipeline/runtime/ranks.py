@@ -16,6 +16,7 @@ from accelerate.utils import parse_flag_from_env
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.errors import LaunchError
+from pipeline.runtime.heap import keep_freed_memory
 from pipeline.runtime.launcher import asked_processes
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ def start_ranks(tp_size: int, devices: int | None, num_nodes: int, timeout_secon
     Raises `LaunchError` when accelerate's world size differs from WORLD_SIZE, from what the parent `accelerate launch` was
     asked for, or from `devices * num_nodes` where `devices` is given, and when `tp_size` does not divide it.
     """
+    keep_freed_memory()
     limit = {} if timeout_seconds is None else {"timeout": timedelta(seconds=timeout_seconds)}
     state = PartialState(cpu=_on_cpu(), **limit)
     world_size, rank = int(state.num_processes), int(state.process_index)
@@ -99,6 +101,7 @@ def start_alone() -> tuple[Ranks, int, int]:
         raise LaunchError(
             f"accelerate launch was asked for {asked[0]} processes ({asked[1]}), but {processes} run. For CPU processes: {CPU_LAUNCH}"
         )
+    keep_freed_memory()
     cpu = _on_cpu()
     for name, _ in _LAUNCHED:
         os.environ.pop(name, None)  # accelerate would form a group
