@@ -34,6 +34,22 @@ def test_lossless_is_numcodecs_shuffle_then_zstd(dtype: str, width: int) -> None
     assert bytes(numcodecs.Shuffle(spec.item_bytes).decode(shuffled)) == rows.tobytes()
 
 
+def test_states_widened_from_fewer_bits_take_no_more_than_before() -> None:
+    """Planes other than the top one are mantissas, packed in a hurry; those that hold nothing must still take nothing."""
+    narrow, wide = (ArraySpec("layer_1", 600, dtype, "lossless") for dtype in ("bfloat16", "float32"))
+    states = chunk_of(narrow)
+    size = len(encode_chunk(bits_of(states), narrow).data)
+    assert size < 0.75 * states.nbytes
+    assert len(encode_chunk(bits_of(states.float()), wide).data) < 1.01 * size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_noise_takes_no_more_than_it_is(dtype: str) -> None:
+    spec = ArraySpec("layer_1", 600, dtype, "lossless")
+    noise = np.random.default_rng(0).integers(0, 256, (CHUNK_TOKENS, spec.width * spec.item_bytes), np.uint8).view(f"<u{spec.item_bytes}")
+    assert len(encode_chunk(noise, spec).data) < 1.001 * noise.nbytes
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_flipped_bit_anywhere_is_an_error(spec: ArraySpec) -> None:
     stored = encode_chunk(bits_of(chunk_of(spec)), spec).data
