@@ -19,13 +19,15 @@ from pipeline.errors import CacheCorruptError
 
 CRC_BYTES = 4
 
-TOP_PLANE = zstandard.ZstdCompressionParameters.from_level(1, hash_log=8)
-"""Level 1 with a smaller table, which finds fewer repetitions: sign and exponent have next to none, and what level 1 takes for them
-costs time, both ways, and space."""
+LEVEL_1 = zstandard.ZstdCompressionParameters.from_level(1, hash_log=8)
+"""With a smaller table, which finds fewer repetitions: the planes of states have next to none, and what level 1 takes for them costs time,
+both ways, and space."""
 
-OTHER_PLANES = zstandard.ZstdCompressionParameters.from_level(-1)
-"""Looks for repetitions only, as in states that were widened from fewer bits: mantissas are noise. Level 1 finds that out too, in ten times
-the time, for it counts the bytes before it gives up."""
+NO_CODING = zstandard.ZstdCompressionParameters.from_level(-1)
+"""Finds repetitions, and leaves other bytes as they are."""
+
+NOISE = 0.99
+"""A plane of which level 1 leaves more than this is a mantissa of noise: it goes ten times as fast without coding, to the same size."""
 
 Frames = NDArray[np.uint32]
 """[n, 2], by frame: its bytes, and the crc32c of its chunk up to its end."""
@@ -76,9 +78,13 @@ def frames_with(spec: ArraySpec, first: int, num_tokens: int) -> int:
 
 def pack_frames(planes: NDArray[np.uint8], spec: ArraySpec) -> list[bytes]:
     """The frames of a chunk's `planes` uint8 [n, 512 · width], plane by plane."""
-    other, top = (zstandard.ZstdCompressor(compression_params=parameters).compress for parameters in (OTHER_PLANES, TOP_PLANE))
-    top_begins = spec.frames - spec.frames // len(planes)
-    return [(top if at >= top_begins else other)(piece.data) for at, piece in enumerate(planes.reshape(spec.frames, -1))]
+    level_1, no_coding = (zstandard.ZstdCompressor(compression_params=parameters).compress for parameters in (LEVEL_1, NO_CODING))
+    packed: list[bytes] = []
+    for pieces in planes.reshape(len(planes), spec.frames // len(planes), -1):
+        first = level_1(pieces[0].data)  # tells of the others: values do not change their kind within a chunk
+        pack = no_coding if len(first) > NOISE * pieces[0].size else level_1
+        packed += [first, *(pack(piece.data) for piece in pieces[1:])]
+    return packed
 
 
 def table_bytes(spec: ArraySpec, chunks: int) -> int:
