@@ -144,8 +144,7 @@ class ShardWriter:
                 if (rest := stream.last_chunk()) is not None:
                     self._pack(stream, rest)
             self._write_down_to(0)
-            finished = self._pool.map(_ArrayStream.finish, self._streams.values())  # side by side: they wait for the disk
-            self._records = {path: record for records in finished for path, record in records.items()}
+            self._records = {path: record for stream in self._streams.values() for path, record in stream.finish().items()}
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
